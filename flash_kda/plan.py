@@ -7,6 +7,7 @@ operations on its own device, so that a plan is valid under CUDA graph capture a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,7 +181,5 @@ def _host_lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | Sequence[int] | N
         cu_seqlens_cpu = cu_seqlens
     offsets = cu_seqlens_cpu.tolist() if isinstance(cu_seqlens_cpu, Tensor) else list(cu_seqlens_cpu)
     if len(offsets) != cu_seqlens.numel():
-        raise ValueError(
-            f"cu_seqlens_cpu must have the {cu_seqlens.numel()} offsets of cu_seqlens, got {len(offsets)} offsets"
-        )
-    return [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        raise ValueError(f"cu_seqlens_cpu must have the {cu_seqlens.numel()} offsets of cu_seqlens, got {len(offsets)} offsets")
+    return [end - start for start, end in itertools.pairwise(offsets)]

@@ -7,6 +7,8 @@ with the stages that it judges.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -59,7 +61,7 @@ def recurrent_kda(
         spans = [(b, 0, tokens) for b in range(batch)]
     else:
         offsets = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
+        spans = [(0, start, end) for start, end in itertools.pairwise(offsets)]
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     q = q * (q.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() * scale
     k = k * (k.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()

@@ -352,9 +352,9 @@ def _advance(state: Tensor, factors: Factors, with_norms: bool) -> tuple[Tensor,
         reads.append(both[:, CHUNK:])
         writes.append(write)
     written = torch.stack(writes, 1).view(items * n, CHUNK, v_dim)
-    o = torch.baddbmm(
-        torch.stack(reads, 1).view(items * n, CHUNK, v_dim), aqk.view(items * n, CHUNK, CHUNK), written
-    ).view(items, n, CHUNK, v_dim)
+    o = torch.baddbmm(torch.stack(reads, 1).view(items * n, CHUNK, v_dim), aqk.view(items * n, CHUNK, CHUNK), written).view(
+        items, n, CHUNK, v_dim
+    )
     if factors.out_poison is not None:
         o = o + factors.out_poison
     return state, o, torch.stack(norms, 1) if with_norms else None
