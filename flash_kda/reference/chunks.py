@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..constants import CHUNK, L2_EPS
+from ..host import readable
 from .gate import gate_slope, log_decay, sigmoid
 from .inputs import Inputs
 
@@ -107,7 +108,7 @@ def window(items: Items, first: Tensor | int, count: int, step: int, inputs: Inp
     end = items.end.clamp(max=inputs.tokens)
     valid = (chunk >= 0)[:, :, None] & (token < end[:, None, None])
     rows = torch.where(valid, token * inputs.heads + items.head[:, None, None], 0)
-    return Window(rows, valid, items.head, full=device.type == "cpu" and bool(valid.all()))
+    return Window(rows, valid, items.head, full=readable(valid) and bool(valid.all()))
 
 
 def gather(x: Tensor, win: Window, dtype: torch.dtype) -> Tensor:
