@@ -62,12 +62,13 @@ class Certificate:
 
 
 def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Runs without autograd and without autocast, which would round the reference's fp32 products to bf16."""
+    """Leaves autocast for the call: it would round the reference's fp32 products to bf16."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        device = "cpu" if tensor is None else tensor.device.type
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
