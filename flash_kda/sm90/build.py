@@ -28,23 +28,18 @@ import importlib.metadata
 import inspect
 import io
 import json
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .variants import ARCH, TRITON_VERSION, VARIANTS, Variant
-
-MANIFEST = "manifest.json"
-SCHEMA = 1
-"""Version of the manifest's layout; `launch` refuses another."""
-
-CUBINS = Path(__file__).resolve().parent / "cubins"
-"""Where the cubins of this tree or installation lie."""
+from .variants import ARCH, CUBINS, MANIFEST, SCHEMA, TRITON_VERSION, VARIANTS, Variant
 
 # CUtensorMapDataType by Triton's number for an element type (8-10 are ordered differently on the host).
 _ELEMENT_TYPES = {
@@ -81,18 +76,21 @@ def compiler_problem() -> str | None:
     try:
         found = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        return f"triton=={TRITON_VERSION} is not installed (it exists for Linux on x86-64 and aarch64, CPython 3.10-3.14)"
+        return (
+            f"triton=={TRITON_VERSION} is not installed (it exists for Linux on x86-64 and aarch64, CPython 3.10-3.14)"
+        )
     if found != TRITON_VERSION:
         return f"triton {found} is installed, the kernels are built and measured with triton=={TRITON_VERSION} only"
     return None
 
 
-def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS) -> dict[str, Any]:
+def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1) -> dict[str, Any]:
     """Compile `variants` into `out_dir` and write the manifest there; what an earlier build left is removed.
 
     Args:
         out_dir: created if missing. Holds nothing but `<name>.cubin` and `manifest.json` afterwards.
         variants: what to compile; kernel modules must be importable under their dotted names.
+        jobs: compile this many variants at a time, in forked processes if more than one; the result is the same.
 
     Returns:
         The manifest as written. With no variants it lists no kernels, and Triton is not needed.
@@ -107,7 +105,7 @@ def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS) -> dict[str, An
     if variants and (problem := compiler_problem()):
         raise BuildError(f"{problem}; install it: pip install triton=={TRITON_VERSION}")
     with _pinned_environment():
-        compiled = {variant.name: _compile(variant) for variant in variants}
+        compiled = dict(zip(names, _compile_all(variants, jobs), strict=True))
         manifest = _manifest({name: result.entry for name, result in compiled.items()})
         manifest["compiler"]["ptxas"] = _ptxas_version() if variants else None
     _write(out_dir, manifest, {name: result.cubin for name, result in compiled.items()})
@@ -184,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.is_file():
             print(f"{path} is missing; build first: python -m flash_kda.sm90.build", file=sys.stderr)
             return 1
-        violations = limit_violations(json.loads(path.read_text()))
+        violations = limit_violations(json.loads(path.read_text()), VARIANTS)
         print("\n".join(violations) or f"{len(VARIANTS)} variants within their limits")
         return 1 if violations else 0
     problem = compiler_problem()
@@ -198,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     try:
-        manifest = build(options.out)
+        manifest = build(options.out, VARIANTS, jobs=os.cpu_count() or 1)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -245,6 +243,14 @@ def _pinned_environment() -> Iterator[None]:
         finally:
             os.environ.clear()
             os.environ.update(saved)
+
+
+def _compile_all(variants: Sequence[Variant], jobs: int) -> list[_Compiled]:
+    jobs = min(jobs, len(variants))
+    if jobs < 2:
+        return [_compile(variant) for variant in variants]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(_compile, variants))
 
 
 def _compile(variant: Variant) -> _Compiled:
@@ -338,7 +344,9 @@ def argument_types(variant: Variant, constants: Mapping[str, Any]) -> dict[str, 
     if kinds != sorted(kinds, reverse=True):
         raise BuildError(f"{variant.name}: descriptors must come before pointers and scalars, got {list(types)}")
     if not set(variant.aligned) <= set(types) or any(types[name].startswith(("fp", "ten")) for name in variant.aligned):
-        raise BuildError(f"{variant.name}: aligned must name pointers or integers of {list(types)}, got {variant.aligned}")
+        raise BuildError(
+            f"{variant.name}: aligned must name pointers or integers of {list(types)}, got {variant.aligned}"
+        )
     return types
 
 
@@ -352,7 +360,9 @@ def _describe_arguments(
         argument: dict[str, Any] = {"name": name, "type": text, "aligned": name in variant.aligned}
         if match := _DESCRIPTOR.match(text):
             if not remaining:
-                raise BuildError(f"{variant.name}: the compiler describes {len(descriptors)} descriptors, {name} is missing")
+                raise BuildError(
+                    f"{variant.name}: the compiler describes {len(descriptors)} descriptors, {name} is missing"
+                )
             meta = remaining.pop(0)
             if meta["fp4_padded"]:
                 raise BuildError(f"{variant.name}: {name} is a padded fp4 descriptor, which the launcher does not know")

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 TRITON_VERSION = "3.6.0"
 """The compiler that makes the cubins. pyproject.toml repeats it in `build-system.requires`; a test compares them."""
@@ -28,6 +29,16 @@ CAPABILITY = (9, 0)
 
 HARMLESS_WARNINGS = ("C7517",)
 """ptxas says C7517 when it puts a wgmma wait before a read that would have needed one anyway; measured: no cost."""
+
+
+CUBINS = Path(__file__).resolve().parent / "cubins"
+"""Where the cubins and the manifest of this tree or installation lie."""
+
+MANIFEST = "manifest.json"
+"""The file beside the cubins that says what they are and how to launch them."""
+
+SCHEMA = 1
+"""Version of the manifest's layout; the launcher refuses another."""
 
 
 @dataclass(frozen=True)

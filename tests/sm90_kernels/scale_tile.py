@@ -1,8 +1,8 @@
 """A small kernel that uses everything a launch has to get right: y = bf16(x * scale + bias[head]) on [T, H, 128].
 
 One CTA owns ROWS tokens of one head. It loads its tile by TMA into one shared buffer (64 KB, more than a kernel gets
-without asking), changes it, stores it by TMA, and writes `first_row + tile` as int64 to marks[tile * n_heads + head]. One barrier: the
-load's arrival, waited for by all warps.
+without asking), changes it, stores it by TMA, and writes `first_row + tile` as int64 to marks[tile * n_heads + head].
+One barrier: the load's arrival, waited for by all warps.
 """
 
 from tile_shape import LANES, ROWS
