@@ -1,0 +1,448 @@
+"""The public functions: validate, plan, call the stages.
+
+``fwd`` has FlashKDA's name, signature and meaning (https://github.com/MoonshotAI/FlashKDA). ``fwd_cp`` gives the same answer
+with sequences cut into segments that run side by side. ``plan_segments``, ``state_only``, ``get_warmup_chunks`` and
+``correct_initial_states`` are its parts, for those who compose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from . import validation as check
+from .constants import CHUNK, EXIT_EPS, HEAD_DIM
+from .plan import SegmentPlan, plan_segments
+from .reference import stages
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class SummaryInfo:
+    """What ``state_only`` measured, per segment and head.
+
+    Attributes:
+        fallback: ``[NS, H]`` bool, True where the scan reached the segment's start, so that mt matters; the exit mask.
+        chunks: ``[NS, H]`` int32, trailing chunks replayed.
+        norm: ``[NS, H]`` fp32, ``||M||_F`` over the replayed suffix: what an exit drops is at most this times the norm of
+            the state that enters the suffix.
+    """
+
+    fallback: Tensor
+    chunks: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What ``fwd_cp`` did and a bound of what it dropped, one row per segment that has a successor.
+
+    Attributes:
+        plan: the segments.
+        segment: ``[M]`` int64, the segment of each row; ``plan.capacity`` for unused rows.
+        chunks, norm, fallback: as in :class:`SummaryInfo`, ``[M, H]``.
+        dropped: ``[M, H]`` fp32, ``||M||_F ||S_c||_F / ||S_out||_F`` with S_c the state that enters the replayed suffix: a
+            bound of the relative error that an exit causes in the state S_out handed on. 0 where the scan did not exit.
+    """
+
+    plan: SegmentPlan
+    segment: Tensor
+    chunks: Tensor
+    norm: Tensor
+    fallback: Tensor
+    dropped: Tensor
+
+
+def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs without autograd and without autocast, which would round the reference's fp32 products to bf16."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        device = "cpu" if tensor is None else tensor.device.type
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@_in_full_precision
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    output_final_state: bool = False,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention prefill, each sequence from start to end.
+
+    ::
+
+        q, k      <- x * rsqrt(sum(x^2) + 1e-6)
+        log_alpha <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
+        S <- Diag(exp(log_alpha)) S
+        S <- S + sigmoid(beta) * k (v - k^T S)
+        o  = scale * q^T S
+
+    Args:
+        q, k: ``[B, T, H, 128]`` bf16 queries and keys, any strides; normalised inside.
+        v: ``[B, T, H, 128]`` bf16 values.
+        g: ``[B, T, H, 128]`` bf16 or fp32 gate before activation.
+        beta: ``[B, T, H]`` bf16 or fp32 logits of the write strength.
+        scale: finite factor of the outputs, usually ``128 ** -0.5``.
+        out: ``[B, T, H, 128]`` bf16, overwritten, or None to allocate. Must not share memory with an input. Tokens after
+            ``cu_seqlens[-1]`` are neither read nor written (0 if allocated here).
+        A_log: ``[H]`` fp32, or None for 0.
+        dt_bias: ``[H, 128]`` or ``[H * 128]`` fp32, or None for 0.
+        lower_bound: in [-5, 0]: the log decay of one token lies in [lower_bound, 0]; 0 means no decay. None (the softplus
+            gate) is refused.
+        initial_state: ``[N, H, V, K]`` bf16 or fp32, or None for zeros; N is B, or the number of packed sequences. Not
+            modified unless it is also passed as ``final_state``.
+        final_state: ``[N, H, V, K]`` bf16 or fp32, overwritten, or None. Its dtype may differ from ``initial_state``'s: the
+            state is fp32 throughout and rounded once when stored.
+        cu_seqlens: ``[N + 1]`` int32 or int64 on the device of q: first 0, non-decreasing; B must be 1. Sequences may be
+            empty.
+        output_final_state: allocate an fp32 ``final_state`` if none is given.
+        impl: ``"auto"``, ``"reference"`` or ``"sm90"``; FLASH_KDA_IMPL if None.
+
+    Returns:
+        ``(out, final_state)``: the tensors given, or fresh ones; None for a state that nobody asked for.
+
+    Raises:
+        ValueError, TypeError: an argument breaks the contract; nothing has been written.
+        RuntimeError: an input requires grad while grad mode is on.
+        NotImplementedError: the ``impl`` asked for cannot run here.
+
+    Does not wait on a CUDA device.
+    """
+    problem = check.check_forward(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+    )
+    dispatch.choose(impl, q.device)
+    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    with torch.no_grad():
+        _forward(problem, out, initial_state, final_state)
+    return out, final_state
+
+
+@_in_full_precision
+def fwd_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    auto_cp: bool = True,
+    *,
+    output_final_state: bool = False,
+    segment_len: int | None = None,
+    fixed_plan: bool = False,
+    eps: float = EXIT_EPS,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    certificate: bool = False,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Certificate | None]:
+    """The answer of :func:`fwd`, with sequences cut into segments that run side by side.
+
+    Each segment's effect on the state is found by a backward scan that stops once what came before provably cannot matter
+    (:func:`state_only`), the effects are chained, and all segments run from their true initial states. Exact for any gate,
+    up to ``eps``.
+
+    Args:
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
+        output_final_state, impl: as in :func:`fwd`.
+        auto_cp: False is :func:`fwd`.
+        segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
+        fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
+        eps: the scan of a (segment, head) stops once ``||M||_F <= eps``; 0 never stops early.
+        cu_seqlens_cpu: host copy of ``cu_seqlens``, optional: lets the planner see lengths that are on a GPU.
+        certificate: also return a :class:`Certificate`, or None if nothing was cut.
+
+    Returns:
+        ``(out, final_state)`` or ``(out, final_state, certificate)``.
+
+    Raises:
+        As :func:`fwd`.
+
+    A NaN or inf does not cross an exit: what precedes a replayed suffix is not seen by later segments.
+    """
+    problem = check.check_forward(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+    )
+    eps = check.check_eps(eps)
+    dispatch.choose(impl, q.device)
+    plan = None
+    if auto_cp:
+        hint = cu_seqlens_cpu
+        if hint is None and cu_seqlens is None:
+            hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
+        plan = plan_segments(
+            problem.cu_seqlens,
+            problem.inputs.tokens,
+            problem.inputs.heads,
+            segment_len=segment_len,
+            fixed_plan=fixed_plan,
+            cu_seqlens_cpu=hint,
+        )
+    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    made = None
+    with torch.no_grad():
+        if plan is None or plan.num_slots == 0:
+            _forward(problem, out, initial_state, final_state)
+        else:
+            made = _forward_segments(problem, plan, out, initial_state, final_state, eps, certificate)
+    return (out, final_state, made) if certificate else (out, final_state)
+
+
+@_in_full_precision
+def state_only(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    cu_seqlens: Tensor | None,
+    num_warmup_chunks: Tensor | None = None,
+    calc_mt: bool = False,
+    *,
+    eps: float = EXIT_EPS,
+    return_info: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, SummaryInfo] | tuple[Tensor, Tensor, SummaryInfo]:
+    """Effect of each segment on the state: ``S_out = mt S_in + ht``.
+
+    Walks each segment backward, chunk by chunk, and stops as soon as ``||M||_F <= eps`` (docs/algorithm.md).
+
+    Args:
+        k, v, g, beta, A_log, dt_bias, lower_bound: as in :func:`fwd`.
+        cu_seqlens: ``[NS + 1]`` segment offsets, e.g. ``SegmentPlan.cu_seqlens``; None takes each batch row as a segment.
+        num_warmup_chunks: int32 or int64 ``[NS, H]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
+            instead of measuring.
+        calc_mt: also return mt.
+        eps: the measured exit; 0 scans every segment to its start.
+        return_info: also return a :class:`SummaryInfo`; its ``fallback`` is what ``correct_initial_states`` takes.
+        impl: as in :func:`fwd`.
+
+    Returns:
+        ``ht``, ``(ht, mt)``, ``(ht, info)`` or ``(ht, mt, info)``, fresh. ht is ``[NS, H, V, K]`` fp32, the state at the
+        segment's end had it begun at zero. mt is ``[NS, H, K, K]`` fp32: ``mt[n, h, i, j]`` is the derivative of
+        ``S_out[i, :]`` by ``S_in[j, :]``, so that V-first states go ``h_next = h @ mt.mT + ht``. After an exit mt is 0; for an
+        empty segment ht = 0 and mt = I.
+
+    Raises:
+        As :func:`fwd`.
+    """
+    problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+    eps = check.check_eps(eps)
+    if num_warmup_chunks is not None:
+        num_warmup_chunks = check.per_head(
+            "num_warmup_chunks", num_warmup_chunks, problem.num_sequences, problem.inputs.heads, check.OFFSET_DTYPES
+        )
+        check.check_devices({"num_warmup_chunks": num_warmup_chunks}, k.device)
+    dispatch.choose(impl, k.device)
+    with torch.no_grad():
+        summary = stages.state_summary(
+            problem.inputs, problem.cu_seqlens, max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
+        )
+    info = SummaryInfo(~summary.exited, summary.chunks, summary.norm)
+    if calc_mt:
+        return (summary.ht, summary.mt, info) if return_info else (summary.ht, summary.mt)
+    return (summary.ht, info) if return_info else summary.ht
+
+
+@_in_full_precision
+def get_warmup_chunks(
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    cu_seqlens: Tensor | None,
+    *,
+    eps: float = EXIT_EPS,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """How many trailing chunks of each segment can matter at most, from the gates alone.
+
+    Sound for any keys, values and write strengths in [0, 2]: after that many chunks
+    ``sqrt(K) exp(sum_t max_i log alpha[t, i]) <= eps``, which bounds ``||M||_F`` (docs/algorithm.md). It is loose; the scan of
+    :func:`state_only` measures and usually stops earlier.
+
+    Args:
+        g, A_log, dt_bias, lower_bound: as in :func:`fwd`.
+        cu_seqlens: ``[NS + 1]`` segment offsets, or None.
+        eps: the target.
+        impl: as in :func:`fwd`.
+
+    Returns:
+        ``(num_warmup, fallback)``: ``[NS, H]`` int32 and bool. Where the bound is not met inside the segment, fallback is
+        True and num_warmup is all of its chunks: such a segment needs mt.
+
+    Raises:
+        As :func:`fwd`.
+    """
+    problem = check.check_gates(g, A_log, dt_bias, lower_bound, cu_seqlens)
+    eps = check.check_eps(eps)
+    dispatch.choose(impl, g.device)
+    x = problem.inputs
+    with torch.no_grad():
+        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.cu_seqlens, max_len=problem.max_len, eps=eps)
+
+
+@_in_full_precision
+def correct_initial_states(
+    initial_state: Tensor | None,
+    ht: Tensor,
+    mt: Tensor | None,
+    fallback: Tensor | None,
+    seq_map: Tensor,
+) -> Tensor:
+    """State that enters each segment: ``h[i + 1] = h[i] @ mt[i].mT + ht[i]`` along each sequence, V-first.
+
+    Args:
+        initial_state: ``[N, H, V, K]`` bf16 or fp32, or None for zeros.
+        ht: ``[NS, H, V, K]`` fp32 from :func:`state_only`.
+        mt: ``[NS, H, K, K]`` fp32, or None if no segment needs it: then ``h[i + 1] = ht[i]``.
+        fallback: ``[NS, H]`` or ``[NS]`` bool, True where mt matters; where False, mt and all that precedes the segment are
+            skipped, by selection. None: True everywhere if mt is given.
+        seq_map: ``[N + 1]`` int32 or int64: sequence n owns segments ``seq_map[n] .. seq_map[n + 1] - 1``
+            (``SegmentPlan.seq_map``).
+
+    Returns:
+        ``[NS, H, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
+
+    Raises:
+        ValueError: also if fallback is True somewhere and mt is None (checked where free).
+    """
+    needs_mt = check.check_correction(initial_state, ht, mt, fallback, seq_map)
+    dispatch.choose("reference", ht.device)
+    rows = ht.shape[0]
+    with torch.no_grad():
+        ends = stages.chain(initial_state, ht, mt, needs_mt, seq_map, max_slots=rows)
+        segment = torch.arange(rows, device=ht.device)
+        sequence = torch.searchsorted(seq_map, segment.to(seq_map.dtype), right=True) - 1
+        owned = sequence < seq_map.numel() - 1
+        first = seq_map.long()[sequence.clamp(min=0)] == segment
+        states = torch.where((owned & ~first)[:, None, None, None], ends.roll(1, 0), 0)
+        if initial_state is not None and seq_map.numel() > 1:
+            start = initial_state.to(ht.dtype)[sequence.clamp(0, seq_map.numel() - 2)]
+            states = torch.where((owned & first)[:, None, None, None], start, states)
+    return states
+
+
+def _allocate(
+    problem: check.Problem, q: Tensor, out: Tensor | None, final_state: Tensor | None, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    if out is None:
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    if final_state is None and output_final_state:
+        shape = (problem.num_sequences, q.shape[2], HEAD_DIM, HEAD_DIM)
+        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return out, final_state
+
+
+def _pack(out: Tensor) -> Tensor:
+    """``[B * T, H, V]`` of ``[B, T, H, V]``: a view where the strides allow, else a fresh tensor."""
+    if out.shape[0] == 1:
+        return out[0]
+    if out.stride(0) == out.shape[1] * out.stride(1):
+        return out.flatten(0, 1)
+    return torch.zeros(out.shape[0] * out.shape[1], *out.shape[2:], dtype=out.dtype, device=out.device)
+
+
+def _unpack(packed: Tensor, out: Tensor) -> None:
+    if packed.numel() and packed.data_ptr() != out.data_ptr():
+        out.copy_(packed.view(out.shape))
+
+
+def _forward(problem: check.Problem, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
+    packed = _pack(out)
+    stages.forward(
+        problem.inputs,
+        problem.cu_seqlens,
+        packed,
+        max_len=problem.max_len,
+        initial_state=initial_state,
+        final_state=final_state,
+    )
+    _unpack(packed, out)
+
+
+def _forward_segments(
+    problem: check.Problem,
+    plan: SegmentPlan,
+    out: Tensor,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    eps: float,
+    certify: bool,
+) -> Certificate | None:
+    """Summary, chain, forward. Slots hold the state handed on at the end of every segment that has a successor."""
+    inputs, device = problem.inputs, out.device
+    of_slot = plan.segment_of_slot()
+    summary = stages.state_summary(inputs, plan.cu_seqlens, max_len=plan.max_segment_len, segments=of_slot, eps=eps)
+    handed_on = stages.chain(initial_state, summary.ht, summary.mt, ~summary.exited, plan.slot_map(), max_slots=plan.num_slots)
+    segment = torch.arange(plan.capacity, device=device)
+    sequence = plan.sequence_of_segment()
+    used = sequence < plan.num_sequences
+    owner = sequence.clamp(max=plan.num_sequences - 1)
+    first = plan.seq_map[owner] == segment
+    last = plan.seq_map[owner + 1] == segment + 1
+    # One table of entering states: the slots, then the sequences' initial states.
+    in_index = torch.where(used & ~first, segment - 1 - owner, -1)
+    if initial_state is not None:
+        in_index = torch.where(used & first, plan.num_slots + owner, in_index)
+        handed_on = torch.cat([handed_on, initial_state.to(handed_on.dtype)])
+    probe = None
+    if certify:
+        table = torch.full((plan.capacity + 1, inputs.heads), -1, dtype=torch.int64, device=device)
+        suffix = plan.segment_len // CHUNK - summary.chunks.long()
+        probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
+    packed = _pack(out)
+    entering = stages.forward(
+        inputs,
+        plan.cu_seqlens,
+        packed,
+        max_len=plan.max_segment_len,
+        initial_state=handed_on,
+        in_index=in_index,
+        final_state=final_state,
+        out_index=torch.where(used & last, owner, -1),
+        probe=probe,
+    )
+    _unpack(packed, out)
+    if entering is None:
+        return None
+    entering = torch.cat([entering, entering.new_zeros(1, inputs.heads)])[of_slot]
+    leaving = torch.linalg.vector_norm(handed_on[: plan.num_slots], dim=(-2, -1))
+    dropped = summary.norm * entering / leaving.clamp(min=torch.finfo(leaving.dtype).tiny)
+    dropped = torch.where(summary.exited, dropped, 0)
+    return Certificate(plan, of_slot, summary.chunks, summary.norm, ~summary.exited, dropped)

@@ -1,0 +1,51 @@
+"""Chooses who computes the stages: the PyTorch reference or the Hopper kernels, and says why.
+
+An explicit ``impl`` runs or raises. ``auto`` takes the kernels where they can run and the reference elsewhere; the reason
+is logged once and :func:`last_path` tells what the latest call of this thread used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from . import settings
+
+logger = logging.getLogger("flash_kda")
+_local = threading.local()
+_logged: set[str] = set()
+
+
+def choose(impl: str | None, device: torch.device) -> str:
+    """``"reference"`` or ``"sm90"`` for tensors on ``device``.
+
+    Raises:
+        ValueError: no such implementation.
+        NotImplementedError: an explicit ``impl`` cannot run here.
+    """
+    asked = settings.impl() if impl is None else impl
+    if asked not in settings.IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(settings.IMPLS)}, got {asked!r}")
+    reason = why_not_sm90(device)
+    if asked == "sm90" and reason is not None:
+        raise NotImplementedError(f"impl='sm90' must run on its own kernels, got {device}: {reason}; use impl='reference'")
+    chosen = "sm90" if asked != "reference" and reason is None else "reference"
+    if asked == "auto" and reason is not None and device.type == "cuda" and reason not in _logged:
+        _logged.add(reason)
+        logger.warning("flash_kda runs the PyTorch reference on %s: %s", device, reason)
+    _local.path = chosen
+    return chosen
+
+
+def why_not_sm90(device: torch.device) -> str | None:
+    """The reason why the Hopper kernels cannot run on ``device``, or None."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, the kernels need an NVIDIA Hopper GPU (sm_90)"
+    return "this version ships no GPU kernels"
+
+
+def last_path() -> str | None:
+    """What the latest call of this thread ran on: ``"reference"``, ``"sm90"``, or None before the first call."""
+    return getattr(_local, "path", None)

@@ -1,0 +1,191 @@
+"""Stage *prepare*: chunks of raw tokens to the factors that the recurrence consumes.
+
+A *work item* is one head of one segment. Items are batched; a :class:`Window` is the same number of consecutive chunks of
+each. All arithmetic is per item and chunk, by batched products whose bits do not depend on the size of the batch, which is
+what the bitwise promises of docs/numerics.md rest on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..constants import CHUNK, L2_EPS
+from .gate import gate_slope, log_decay, sigmoid
+from .inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Items:
+    """Work items, each one head of one segment; all fields ``[I]`` int64.
+
+    Attributes:
+        segment, head: which.
+        start, end: its tokens ``[start, end)`` on the packed axis.
+    """
+
+    segment: Tensor
+    head: Tensor
+    start: Tensor
+    end: Tensor
+
+    def __len__(self) -> int:
+        return self.segment.numel()
+
+    def __getitem__(self, index: slice | Tensor) -> Items:
+        return Items(self.segment[index], self.head[index], self.start[index], self.end[index])
+
+    @property
+    def chunks(self) -> Tensor:
+        """``[I]``: chunks in each item, the last one possibly partial."""
+        return (self.end - self.start + (CHUNK - 1)) // CHUNK
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Chunk factors of a window, ``[I, n, ...]``; see docs/algorithm.md for the algebra.
+
+    ::
+
+        S_next = Diag(gamma) S + kg^T (u - w S)          o = qd S + aqk (u - w S)
+
+    Attributes:
+        w: ``[I, n, C, K]``.
+        u: ``[I, n, C, V]``.
+        kg: ``[I, n, C, K]``.
+        gamma: ``[I, n, K]``, decay over the whole chunk.
+        qd: ``[I, n, C, K]``, or None if the inputs have no q.
+        aqk: ``[I, n, C, C]``, or None likewise.
+        state_poison: ``[I, n, V]`` NaN in the columns of the state that a NaN or inf of this chunk reaches, else 0; None
+            if the inputs are known to be finite.
+        out_poison: ``[I, n, C, V]`` likewise for outputs.
+    """
+
+    w: Tensor
+    u: Tensor
+    kg: Tensor
+    gamma: Tensor
+    qd: Tensor | None
+    aqk: Tensor | None
+    state_poison: Tensor | None
+    out_poison: Tensor | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Token rows of n chunks of every item.
+
+    Attributes:
+        rows: ``[I, n, C]`` row of each token and head in a ``[T * H, ...]`` view; 0 where not valid.
+        valid: ``[I, n, C]`` whether the token is one of the item's.
+        head: ``[I]``.
+        full: the host knows that every token is valid, so that masking can be skipped.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    head: Tensor
+    full: bool
+
+
+def window(items: Items, first: Tensor | int, count: int, step: int, inputs: Inputs) -> Window:
+    """Chunks ``first, first + step, ...`` of every item, ``count`` of them; those out of range are not valid.
+
+    Args:
+        items: the batch.
+        first: chunk index within the item, ``[I]`` or one for all.
+        count: n.
+        step: +1 or -1.
+        inputs: gives the number of tokens and heads.
+    """
+    device = items.start.device
+    chunk = torch.arange(0, step * count, step, device=device)
+    chunk = (first[:, None] if isinstance(first, Tensor) else first) + chunk.expand(len(items), count)
+    token = items.start[:, None, None] + CHUNK * chunk[:, :, None] + torch.arange(CHUNK, device=device)
+    end = items.end.clamp(max=inputs.tokens)
+    valid = (chunk >= 0)[:, :, None] & (token < end[:, None, None])
+    rows = torch.where(valid, token * inputs.heads + items.head[:, None, None], 0)
+    return Window(rows, valid, items.head, full=device.type == "cpu" and bool(valid.all()))
+
+
+def gather(x: Tensor, win: Window, dtype: torch.dtype) -> Tensor:
+    """``[I, n, C, ...]`` rows of a contiguous ``x`` ``[T, H, ...]``, 0 by selection where not valid."""
+    flat = x.view(-1, *x.shape[2:])
+    got = flat.index_select(0, win.rows.flatten()).view(*win.rows.shape, *flat.shape[1:])
+    if not win.full:
+        valid = win.valid.view(*win.valid.shape, *[1] * (got.dim() - win.valid.dim()))
+        got = torch.where(valid, got, 0)
+    return got.to(dtype)
+
+
+def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) -> Factors:
+    """Factors of one window.
+
+    ::
+
+        G    = cumulative sum of log alpha in the chunk, anchored at its first token
+        kd   = k exp(G)      ki = k exp(-G)      kg = ki exp(G_last)      qd = scale q exp(G)
+        inv  = (I + tril(Diag(beta) kd ki^T, -1))^-1
+        w    = inv Diag(beta) kd                 u  = inv Diag(beta) v
+        aqk  = tril(qd ki^T)                     gamma = exp(G_last)
+
+    A token that is not valid counts as k = v = q = 0, beta = 0 and no decay: it changes nothing, bit for bit.
+
+    Args:
+        inputs: raw tensors.
+        win: rows to take.
+        dtype: working dtype, fp32 or fp64.
+        finite: the inputs are known to hold no NaN or inf. If not, such values are replaced by 0 here and travel in
+            ``state_poison`` and ``out_poison``, because 0 * NaN in a masked product would reach earlier tokens.
+    """
+    k = gather(inputs.k, win, dtype)
+    v = gather(inputs.v, win, dtype)
+    g = gather(inputs.g, win, dtype)
+    beta = gather(inputs.beta, win, dtype)
+    q = None if inputs.q is None else gather(inputs.q, win, dtype)
+    state_poison = out_poison = None
+    if not finite:
+        row = 0 * beta + (0 * k).sum(-1) + (0 * g).sum(-1)
+        reach = (0 * v + row[..., None]).cumsum(-2)
+        state_poison = reach[..., -1, :]
+        out_poison = reach if q is None else reach + (0 * q).sum(-1, keepdim=True)
+        k, v, g, beta = (torch.where(x.isfinite(), x, 0) for x in (k, v, g, beta))
+        q = None if q is None else torch.where(q.isfinite(), q, 0)
+
+    slope = gate_slope(inputs.A_log, dtype)[win.head][:, None, None, None]
+    bias = inputs.dt_bias.to(dtype)[win.head][:, None, None, :]
+    log_alpha = log_decay(g, slope, bias, inputs.lower_bound)
+    strength = sigmoid(beta)[..., None]
+    if not win.full:
+        log_alpha = torch.where(win.valid[..., None], log_alpha, 0)
+        strength = torch.where(win.valid[..., None], strength, 0)
+
+    log_gamma = log_alpha.cumsum(-2)
+    decay = log_gamma.exp()
+    gamma = decay[..., -1, :]
+    k = _l2_normalise(k)
+    ki = k / decay
+    kg = ki * gamma[..., None, :]
+    shape = (k.shape[0] * k.shape[1], CHUNK, -1)
+    beta_kd = (k * decay * strength).view(shape)
+    ki_t = ki.view(shape).mT
+    inv = _unit_lower_inverse(torch.bmm(beta_kd, ki_t))
+    w = torch.bmm(inv, beta_kd).view(k.shape)
+    u = torch.bmm(inv, (v * strength).view(shape)).view(v.shape)
+    qd = aqk = None
+    if q is not None:
+        qd = _l2_normalise(q) * decay * inputs.scale
+        aqk = torch.bmm(qd.view(shape), ki_t).tril().view(*qd.shape[:2], CHUNK, CHUNK)
+    return Factors(w, u, kg, gamma, qd, aqk, state_poison, out_poison)
+
+
+def _l2_normalise(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+
+
+def _unit_lower_inverse(a: Tensor) -> Tensor:
+    """``(I + tril(a, -1))^-1`` for a batch of ``[C, C]``, by forward substitution."""
+    identity = torch.eye(CHUNK, dtype=a.dtype, device=a.device).expand_as(a)
+    return torch.linalg.solve_triangular(a.tril(-1), identity, upper=False, unitriangular=True)

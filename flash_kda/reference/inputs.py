@@ -1,0 +1,48 @@
+"""What every stage is given: the packed tokens and the parameters that turn them into decays and strengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Packed inputs of one call; sequences follow each other on the token axis.
+
+    Attributes:
+        q: ``[T, H, K]`` queries, or None for the stages that need no outputs.
+        k: ``[T, H, K]`` keys; q and k are l2-normalised inside.
+        v: ``[T, H, V]`` values.
+        g: ``[T, H, K]`` gate before activation.
+        beta: ``[T, H]`` logits of the write strength.
+        A_log: ``[H]`` fp32, log of the gate's slope.
+        dt_bias: ``[H, K]`` fp32, added to g.
+        lower_bound: log decay of a token is in [lower_bound, 0].
+        scale: multiplies the outputs, usually K^-0.5.
+    """
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float
+    scale: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[1]
+
+    def contiguous(self, *, with_q: bool = True) -> Inputs:
+        """The same values in contiguous tensors, copied only where they are not; without q if not wanted."""
+        q = None if self.q is None or not with_q else self.q.contiguous()
+        k, v, g, beta = (x.contiguous() for x in (self.k, self.v, self.g, self.beta))
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta)

@@ -1,0 +1,391 @@
+"""The input contract, stated once: every check of every public function, before anything is computed or written.
+
+Errors have one shape, ``<argument> must <requirement>, got <value>; <remedy>``. Shapes, dtypes, devices, strides and
+aliasing are metadata and always checked. Contents are checked where they are free to read: offsets on a CPU. Contents of
+device tensors are only read with ``FLASH_KDA_DEBUG=1`` (settings.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import settings
+from .constants import HEAD_DIM, LOWER_BOUND_MIN
+from .reference.inputs import Inputs
+
+STATE_DTYPES = (torch.bfloat16, torch.float32)
+GATE_DTYPES = (torch.bfloat16, torch.float32)
+OFFSET_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A validated call, with batch rows laid one after the other on the token axis.
+
+    Attributes:
+        inputs: packed tensors, views of the caller's where their strides allow.
+        cu_seqlens: ``[N + 1]`` offsets of the sequences.
+        num_sequences: N.
+        max_len: no sequence is longer (tokens); host integer.
+        lengths_known: the host knows the offsets: it may read cu_seqlens or made them itself.
+    """
+
+    inputs: Inputs
+    cu_seqlens: Tensor
+    num_sequences: int
+    max_len: int
+    lengths_known: bool
+
+
+def check_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Problem:
+    """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing."""
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    optional = {
+        "out": out,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "initial_state": initial_state,
+        "final_state": final_state,
+        "cu_seqlens": cu_seqlens,
+    }
+    _check_no_grad({**tensors, **optional})
+    problem = _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
+    shape = tuple(q.shape)
+    if out is not None:
+        _check_shape("out", out, "[B,T,H,V]", shape)
+        _check_dtype("out", out, (torch.bfloat16,))
+        _check_writable("out", out)
+    state_shape = (problem.num_sequences, q.shape[2], HEAD_DIM, HEAD_DIM)
+    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+        if state is not None:
+            _check_shape(name, state, "[N,H,V,K]", state_shape)
+            _check_dtype(name, state, STATE_DTYPES)
+    if final_state is not None:
+        _check_writable("final_state", final_state)
+    written = {"out": out, "final_state": final_state}
+    for name, target in written.items():
+        for other, source in {**tensors, **optional}.items():
+            if target is None or source is None or other == name:
+                continue
+            if name == "final_state" and other == "initial_state" and _same_view(target, source):
+                continue
+            if _overlap(target, source):
+                raise ValueError(
+                    f"{name} must not share memory with {other}, got overlapping views; "
+                    + (
+                        "pass the very same tensor to update states in place, or separate memory"
+                        if other == "initial_state" and name == "final_state"
+                        else "allocate it separately"
+                    )
+                )
+    return problem
+
+
+def check_summary(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    cu_seqlens: Tensor | None,
+) -> Problem:
+    """The contract of ``state_only``: that of ``fwd`` for the tensors it takes."""
+    tensors = {"k": k, "v": v, "g": g, "beta": beta}
+    optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
+    _check_no_grad({**tensors, **optional})
+    return _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+
+
+def check_gates(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, cu_seqlens: Tensor | None
+) -> Problem:
+    """The contract of ``get_warmup_chunks``. In the result k and v are g and beta is empty: none of them is used."""
+    _check_no_grad({"g": g, "A_log": A_log, "dt_bias": dt_bias})
+    optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
+    return _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+
+
+def check_correction(
+    initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, fallback: Tensor | None, seq_map: Tensor
+) -> Tensor | None:
+    """The contract of ``correct_initial_states``. Returns fallback as ``[NS, H]`` bool or None."""
+    tensors = {"ht": ht, "mt": mt, "fallback": fallback, "seq_map": seq_map, "initial_state": initial_state}
+    _check_tensors(tensors, required=("ht", "seq_map"))
+    _check_no_grad(tensors)
+    _check_rank("ht", ht, "[NS,H,V,K]", 4)
+    segments, heads = ht.shape[:2]
+    _check_shape("ht", ht, "[NS,H,V,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
+    _check_dtype("ht", ht, (torch.float32,))
+    _check_rank("seq_map", seq_map, "[N+1]", 1)
+    _check_dtype("seq_map", seq_map, OFFSET_DTYPES)
+    if seq_map.numel() == 0:
+        raise ValueError("seq_map must have shape [N+1], got (0,); it starts with 0")
+    if mt is not None:
+        _check_shape("mt", mt, "[NS,H,K,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
+        _check_dtype("mt", mt, (torch.float32,))
+    if initial_state is not None:
+        _check_shape("initial_state", initial_state, "[N,H,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
+        _check_dtype("initial_state", initial_state, STATE_DTYPES)
+    check_devices(tensors, ht.device)
+    if seq_map.device.type == "cpu" or settings.debug():
+        check_offsets("seq_map", seq_map, segments, "segments")
+    if fallback is None:
+        return None
+    fallback = per_head("fallback", fallback, segments, heads, (torch.bool,))
+    if mt is None and (fallback.device.type == "cpu" or settings.debug()) and bool(fallback.any()):
+        raise ValueError(
+            "mt must be given where fallback is True, got None; call state_only(..., calc_mt=True) or pass fallback=None"
+        )
+    return fallback
+
+
+def per_head(name: str, x: Tensor, segments: int, heads: int, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """``[NS, H]`` from ``[NS, H]`` or the published per-segment form ``[NS]``."""
+    _check_tensors({name: x})
+    _check_dtype(name, x, dtypes)
+    if x.dim() == 1 and x.shape[0] == segments:
+        return x[:, None].expand(segments, heads)
+    if tuple(x.shape) != (segments, heads):
+        raise ValueError(f"{name} must have shape [NS,H] = {(segments, heads)} or [NS] = {(segments,)}, got {tuple(x.shape)}")
+    return x
+
+
+def check_offsets(name: str, offsets: Tensor, limit: int, unit: str) -> list[int]:
+    """Reads offsets on the host: first 0, non-decreasing, last at most ``limit``."""
+    values: list[int] = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {values[0]}")
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
+        if b < a:
+            raise ValueError(f"{name} must be non-decreasing, got {a} then {b} at positions {i} and {i + 1}")
+    if values[-1] > limit:
+        raise ValueError(f"{name} must end at or before the {limit} {unit} there are, got {values[-1]}")
+    return values
+
+
+def check_lower_bound(lower_bound: float) -> float:
+    """A finite number in [-5, 0]; 0 means no decay at all."""
+    if lower_bound is None:
+        raise ValueError(
+            f"lower_bound must be a number in [{LOWER_BOUND_MIN:g}, 0], got None; None selects the unbounded softplus gate "
+            "(Kimi-Linear-48B), which flash_kda does not implement: see the non-goals in the README"
+        )
+    value = _number("lower_bound", lower_bound)
+    if not (LOWER_BOUND_MIN <= value <= 0):
+        raise ValueError(
+            f"lower_bound must be in [{LOWER_BOUND_MIN:g}, 0], got {value!r}; "
+            "below it the factors of a chunk leave the range of fp32"
+        )
+    return value
+
+
+def check_eps(eps: float) -> float:
+    """Tolerance of the measured exit, a number in [0, 1)."""
+    value = _number("eps", eps)
+    if not 0 <= value < 1:
+        raise ValueError(f"eps must be in [0, 1), got {value!r}; 0 scans every segment to its start")
+    return value
+
+
+def _check_tokens(
+    tensors: dict[str, Tensor],
+    optional: dict[str, Tensor | None],
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> Problem:
+    _check_tensors(tensors, required=tuple(tensors))
+    _check_tensors(optional)
+    lower_bound = check_lower_bound(lower_bound)
+    scale = _number("scale", scale)
+    lead_name = "q" if "q" in tensors else next(iter(tensors))
+    lead = tensors[lead_name]
+    _check_rank(lead_name, lead, "[B,T,H,K]", 4)
+    batch, tokens, heads, dim = lead.shape
+    if dim != HEAD_DIM:
+        raise ValueError(
+            f"{lead_name} must have head dimension K = V = {HEAD_DIM}, got {dim} in shape {tuple(lead.shape)} of [B,T,H,K]"
+        )
+    if heads < 1:
+        raise ValueError(f"{lead_name} must have at least one head, got shape {tuple(lead.shape)} of [B,T,H,K]")
+    for name, x in tensors.items():
+        layout = {"beta": "[B,T,H]", "v": "[B,T,H,V]"}.get(name, "[B,T,H,K]")
+        _check_shape(name, x, layout, (batch, tokens, heads) if name == "beta" else (batch, tokens, heads, dim))
+        _check_dtype(name, x, GATE_DTYPES if name in ("g", "beta") else (torch.bfloat16,))
+    if A_log is not None:
+        _check_shape("A_log", A_log, "[H]", (heads,))
+        _check_dtype("A_log", A_log, (torch.float32,))
+    if dt_bias is not None:
+        if tuple(dt_bias.shape) not in ((heads, dim), (heads * dim,)):
+            raise ValueError(
+                f"dt_bias must have shape [H,K] = {(heads, dim)} or [H*K] = {(heads * dim,)}, got {tuple(dt_bias.shape)}"
+            )
+        _check_dtype("dt_bias", dt_bias, (torch.float32,))
+    check_devices({**tensors, **optional}, lead.device)
+
+    on_host = lead.device.type == "cpu"
+    if cu_seqlens is None:
+        num_sequences, max_len = batch, tokens
+        offsets = torch.arange(batch + 1, device=lead.device) * tokens
+    else:
+        if batch != 1:
+            raise ValueError(
+                f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of [B,T,H,K]; "
+                "pack the sequences on the token axis"
+            )
+        _check_rank("cu_seqlens", cu_seqlens, "[N+1]", 1)
+        _check_dtype("cu_seqlens", cu_seqlens, OFFSET_DTYPES)
+        if cu_seqlens.numel() == 0:
+            raise ValueError("cu_seqlens must have shape [N+1], got (0,); it starts with 0")
+        num_sequences, max_len, offsets = cu_seqlens.numel() - 1, tokens, cu_seqlens
+        if on_host or settings.debug():
+            values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
+            max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
+    if settings.debug():
+        _check_finite({**tensors, "A_log": A_log, "dt_bias": dt_bias})
+
+    if A_log is None:
+        A_log = torch.zeros(heads, device=lead.device)
+    dt_bias = torch.zeros(heads, dim, device=lead.device) if dt_bias is None else dt_bias.view(heads, dim)
+    flat = {name: x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
+    g = flat["g"]
+    inputs = Inputs(
+        flat.get("q"),
+        flat.get("k", g),
+        flat.get("v", g),
+        g,
+        flat.get("beta", g[:, :, 0]),
+        A_log,
+        dt_bias,
+        lower_bound,
+        scale,
+    )
+    return Problem(inputs, offsets, num_sequences, max_len, cu_seqlens is None or on_host)
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        hint = "; read it once with float(...)" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{name} must be a real number, got {type(value).__name__}{hint}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number!r}")
+    return number
+
+
+def _check_tensors(tensors: dict[str, Tensor] | dict[str, Tensor | None], required: Sequence[str] = ()) -> None:
+    for name, x in tensors.items():
+        if x is None and name not in required:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense strided tensor, got layout {x.layout}; call .to_dense()")
+
+
+def _check_no_grad(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise RuntimeError(
+                f"{name} must not require grad, got requires_grad=True with grad mode on: this function has no backward; "
+                "call it under torch.no_grad() or inference_mode(), or use the differentiable flash_kda.reference"
+            )
+
+
+def _check_rank(name: str, x: Tensor, layout: str, rank: int) -> None:
+    if x.dim() != rank:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(x.shape)}")
+
+
+def _check_shape(name: str, x: Tensor, layout: str, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(x.shape)}")
+
+
+def _check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    if x.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be {wanted}, got {str(x.dtype).removeprefix('torch.')}")
+
+
+def check_devices(tensors: dict[str, Tensor] | dict[str, Tensor | None], device: torch.device) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.device != device:
+            raise ValueError(f"{name} must be on {device} like the other tensors, got {x.device}")
+
+
+def _check_writable(name: str, x: Tensor) -> None:
+    """Every element has memory of its own: no expanded or self-overlapping view."""
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{name} must not overlap itself, got strides {x.stride()} for shape {tuple(x.shape)}; "
+                "do not expand a tensor that is written to"
+            )
+        extent = stride * (size - 1) + extent
+
+
+def _check_finite(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> None:
+    for name, x in tensors.items():
+        if x is not None and not bool(x.isfinite().all()):
+            where = (~x.isfinite()).nonzero()[0].tolist()
+            raise ValueError(f"{name} must be finite, got {x[tuple(where)].item()} at {where} (FLASH_KDA_DEBUG=1)")
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two views may share memory. Interleaved slices of one buffer, as of a fused projection, do not."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    spans = []
+    for x in (a, b):
+        reach = sum((n - 1) * abs(s) for n, s in zip(x.shape, x.stride(), strict=True))
+        spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()))
+    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
+        return False
+    # Modulo the common period of all strides but the last axis', each view is one run of bytes.
+    period = 0
+    runs = []
+    for x in (a, b):
+        inner = x.shape[-1] * x.element_size() if x.stride(-1) == 1 else 0
+        if not inner:
+            return True
+        for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if n > 1:
+                period = math.gcd(period, s * x.element_size())
+        runs.append(inner)
+    if period == 0:
+        return True
+    shift = (b.data_ptr() - a.data_ptr()) % period
+    return not (shift >= runs[0] and shift + runs[1] <= period)
