@@ -229,9 +229,7 @@ def no_triton(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-@pytest.mark.parametrize(
-    ("version", "words"), [(no_triton, "is not installed"), (lambda _: "3.8.0", "triton 3.8.0 is")]
-)
+@pytest.mark.parametrize(("version", "words"), [(no_triton, "is not installed"), (lambda _: "3.8.0", "triton 3.8.0 is")])
 def test_without_the_pinned_compiler_there_is_a_reason_and_no_cubin(tmp_path, monkeypatch, capsys, version, words):
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(build, "VARIANTS", (SCALE,))

@@ -65,7 +65,7 @@ def manifest(**changes):
 
 
 class Integer(int):
-    """What cuda.bindings wraps in a type of its own: cuuint32_t, CUdevice, CUstream, ..."""
+    """What cuda.bindings wraps in a type of its own: CUdevice, CUstream, ..."""
 
 
 class FakeDriver(types.ModuleType):
@@ -86,7 +86,7 @@ class FakeDriver(types.ModuleType):
     CUtensorMapInterleave = enum.IntEnum("CUtensorMapInterleave", {"CU_TENSOR_MAP_INTERLEAVE_NONE": 0}, start=0)
     CUtensorMapL2promotion = enum.IntEnum("CUtensorMapL2promotion", {"CU_TENSOR_MAP_L2_PROMOTION_L2_128B": 2})
     CUtensorMapFloatOOBfill = enum.IntEnum("CUtensorMapFloatOOBfill", {"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
-    cuuint64_t = cuuint32_t = CUdevice = CUfunction = CUkernel = CUstream = Integer
+    CUdevice = CUfunction = CUkernel = CUstream = Integer
 
     def __init__(self):
         super().__init__("cuda.bindings.driver")
@@ -94,6 +94,7 @@ class FakeDriver(types.ModuleType):
         self.launches = []
         self.fail = {}  # name of a call -> results to give before succeeding
         self.gate = None  # called inside each launch
+        self.current_device = 0
 
     def _result(self, name, *values):
         self.calls.append(name)
@@ -138,13 +139,20 @@ class FakeDriver(types.ModuleType):
     def cuKernelGetFunction(self, kernel):  # noqa: N802
         return self._result("cuKernelGetFunction", Integer(72))
 
-    def cuTensorMapEncodeTiled(  # noqa: N802
-        self, data_type, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill
-    ):
-        assert all(type(value) is Integer for value in (*dims, *strides, *box, *steps))
-        self.encoded = (int(data_type), rank, address, dims, strides, box, steps, int(swizzle), int(promotion))
-        buffer = ctypes.create_string_buffer(fake_map(address, dims, strides), 128)
-        return self._result("cuTensorMapEncodeTiled", types.SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer)))
+    def cuGetProcAddress(self, symbol, cuda_version, flags):  # noqa: N802
+        assert symbol == b"cuTensorMapEncodeTiled"
+        number, words, longs = ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+        pointer = ctypes.c_void_p
+        types_ = (pointer, number, number, pointer, longs, longs, words, words, number, number, number, number)
+        self._function = ctypes.CFUNCTYPE(ctypes.c_int, *types_)(self.encode)
+        return self._result("cuGetProcAddress", ctypes.cast(self._function, pointer).value, 0)
+
+    def encode(self, target, element, rank, address, dims, pitches, box, steps, interleave, swizzle, promotion, fill):
+        assert target % 64 == 0
+        dims, pitches, box, steps = dims[:rank], pitches[: rank - 1], box[:rank], steps[:rank]
+        self.encoded = (element, rank, address, dims, pitches, box, steps, interleave, swizzle, promotion, fill)
+        ctypes.memmove(target, fake_map(address, dims, pitches), 128)
+        return int(self._result("encode")[0])
 
     def cuLaunchKernel(self, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra):  # noqa: N802
         pointers = (ctypes.c_void_p * len(SIZES)).from_address(params)
@@ -174,12 +182,14 @@ def driver(monkeypatch):
     for name, module in {"cuda": types.ModuleType("cuda"), "cuda.bindings": bindings, fake.__name__: fake}.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(launch, "_contexts", {})
+    launch._encode_tiled.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current_device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x55 + device, raising=False)
-    return fake
+    yield fake
+    launch._encode_tiled.cache_clear()
 
 
 @pytest.fixture
@@ -206,7 +216,7 @@ def test_the_right_parameters_reach_the_driver(driver, folder):
     expected += struct.pack("<f", 0.5) + bytes(16)
     assert b"".join(values) == expected
     # innermost first; strides in bytes without the innermost; half a row a box
-    assert driver.encoded == (9, 3, 0x9000, [128, 3, 1000], [512, 2048], [64, 1, 256], [1, 1, 1], 3, 2)
+    assert driver.encoded == (9, 3, 0x9000, [128, 3, 1000], [512, 2048], [64, 1, 256], [1, 1, 1], 0, 3, 2, 0)
     assert driver.attribute == (8, SHARED_BYTES, 71, 0)
 
 
@@ -218,10 +228,10 @@ def test_a_cubin_is_loaded_once_and_prepared_once_a_device(driver, folder, monke
             entered.append(device)
 
         def __enter__(self):
-            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+            driver.current_device = 1
 
         def __exit__(self, *error):
-            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+            driver.current_device = 0
 
     monkeypatch.setattr(torch.cuda, "device", Guard)
     shelf = library(folder)
@@ -236,7 +246,7 @@ def test_a_cubin_is_loaded_once_and_prepared_once_a_device(driver, folder, monke
     assert counts["cuKernelSetAttribute"] == counts["cuKernelGetFunction"] == counts["cuDevicePrimaryCtxRetain"] == 2
     assert counts["cuCtxPushCurrent"] == counts["cuCtxPopCurrent"] == 2
     assert driver.mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # as it was before loading
-    assert counts["cuTensorMapEncodeTiled"] == 2  # the map of a tensor does not depend on the device
+    assert counts["encode"] == 2  # the map of a tensor does not depend on the device
 
 
 def test_tensor_maps_are_kept_for_what_determines_them_and_no_longer_than_allowed(driver, folder, monkeypatch):
@@ -244,20 +254,23 @@ def test_tensor_maps_are_kept_for_what_determines_them_and_no_longer_than_allowe
     kernel = library(folder).kernel("scale")
 
     def encodes(x):
-        before = driver.calls.count("cuTensorMapEncodeTiled")
+        before = driver.calls.count("encode")
         kernel.launch(0, (1, 1, 1), x, Y, *SCALARS)
-        return driver.calls.count("cuTensorMapEncodeTiled") - before
+        return driver.calls.count("encode") - before
 
     address, shape, strides = X
     assert encodes(X) == 2
     assert encodes(X) == 0
     assert encodes((address, torch.Size(shape), strides)) == 0
     assert encodes((address + 16, shape, strides)) == 1
-    assert encodes(X) == 0
-    assert encodes((address, shape, (768, 128, 1))) == 1  # the one at address + 16 was used longest ago
-    assert encodes(X) == 0
-    assert encodes((address + 16, shape, strides)) == 1
-    assert [len(maps) for maps in kernel._maps] == [2, 1]
+    assert encodes((address, shape, (768, 128, 1))) == 1
+    assert encodes((address, (999, 3, 128), strides)) == 1
+    assert encodes((address, shape, (768, 128, 1))) == 0
+    assert encodes(X) == 1  # used longest ago
+    assert encodes((address, shape, (768, 128, 1))) == 0
+    assert [len(descriptor._kept) for descriptor in kernel._descriptors] == [2, 1]
+    assert len(kernel._blocks) == 2
+    assert driver.launches[-1][1][0] == fake_map(address, shape[::-1], (256, 1536))
 
 
 @pytest.mark.parametrize(
@@ -302,9 +315,7 @@ def test_a_thread_without_a_context_gets_one(driver, folder):
     assert len(driver.launches) == 1
 
 
-@pytest.mark.parametrize(
-    "call", ["cuLibraryLoadData", "cuKernelSetAttribute", "cuTensorMapEncodeTiled", "cuLaunchKernel"]
-)
+@pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuKernelSetAttribute", "encode", "cuLaunchKernel"])
 def test_a_driver_error_is_reported_and_does_not_stick(driver, folder, call):
     kernel = library(folder).kernel("scale")
     driver.fail[call] = [driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU]
@@ -369,9 +380,7 @@ CHANGED = dataclasses.replace(SCALE, num_warps=8)
         (lambda f: None, (CHANGED,), "stale: its variant changed", "rebuild"),
     ],
 )
-def test_cubins_that_are_not_there_or_not_right_are_refused_with_a_remedy(
-    driver, folder, spoil, variants, cause, remedy
-):
+def test_cubins_that_are_not_there_or_not_right_are_refused_with_a_remedy(driver, folder, spoil, variants, cause, remedy):
     spoil(folder)
     with pytest.raises(launch.KernelError, match=cause) as caught:
         library(folder, variants).kernel("scale")
@@ -432,7 +441,7 @@ def test_the_simulated_driver_is_like_the_real_one():
         if isinstance(getattr(fake, name), type) and issubclass(getattr(fake, name), enum.Enum):
             for member in getattr(fake, name):
                 assert int(getattr(getattr(real, name), member.name)) == member, member
-        elif name[:2] == "cu" and not name.startswith("cuuint"):
+        elif name[:2] == "cu":
             signature = getattr(real, name).__doc__.splitlines()[0]
             count = signature.count(",") + 1 if "()" not in signature else 0
             code = getattr(FakeDriver, name).__code__

@@ -76,9 +76,7 @@ def compiler_problem() -> str | None:
     try:
         found = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        return (
-            f"triton=={TRITON_VERSION} is not installed (it exists for Linux on x86-64 and aarch64, CPython 3.10-3.14)"
-        )
+        return f"triton=={TRITON_VERSION} is not installed (it exists for Linux on x86-64 and aarch64, CPython 3.10-3.14)"
     if found != TRITON_VERSION:
         return f"triton {found} is installed, the kernels are built and measured with triton=={TRITON_VERSION} only"
     return None
@@ -344,9 +342,7 @@ def argument_types(variant: Variant, constants: Mapping[str, Any]) -> dict[str, 
     if kinds != sorted(kinds, reverse=True):
         raise BuildError(f"{variant.name}: descriptors must come before pointers and scalars, got {list(types)}")
     if not set(variant.aligned) <= set(types) or any(types[name].startswith(("fp", "ten")) for name in variant.aligned):
-        raise BuildError(
-            f"{variant.name}: aligned must name pointers or integers of {list(types)}, got {variant.aligned}"
-        )
+        raise BuildError(f"{variant.name}: aligned must name pointers or integers of {list(types)}, got {variant.aligned}")
     return types
 
 
@@ -360,9 +356,7 @@ def _describe_arguments(
         argument: dict[str, Any] = {"name": name, "type": text, "aligned": name in variant.aligned}
         if match := _DESCRIPTOR.match(text):
             if not remaining:
-                raise BuildError(
-                    f"{variant.name}: the compiler describes {len(descriptors)} descriptors, {name} is missing"
-                )
+                raise BuildError(f"{variant.name}: the compiler describes {len(descriptors)} descriptors, {name} is missing")
             meta = remaining.pop(0)
             if meta["fp4_padded"]:
                 raise BuildError(f"{variant.name}: {name} is a padded fp4 descriptor, which the launcher does not know")

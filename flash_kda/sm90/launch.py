@@ -24,7 +24,7 @@ import json
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ SOURCE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package; the manifest names source files relative to it."""
 
 MAPS_KEPT = 256
-"""Encoded tensor maps kept for each descriptor argument of a kernel; the least recently used one goes first."""
+"""Tensor maps kept for each descriptor argument of a kernel, and combinations of them; the least recently used go."""
 
 STREAMS_KEPT = 128
 """Stream handles kept as cuda.bindings wants them; past that all are made anew."""
@@ -180,41 +180,40 @@ class Kernel:
         self._lock = threading.Lock()
         self._ready: set[int] = set()
 
-        params = [(param["offset"], param["bytes"]) for param in entry["params"]]
-        self._descriptors: list[_Descriptor] = []
-        pieces: list[tuple[int, str]] = []  # (offset, struct code) of everything one pack call writes
-        position = 0
-        for argument in entry["arguments"]:
-            if meta := argument.get("descriptor"):
-                count = 1 + 2 * len(meta["box"])
-                descriptor = _Descriptor(argument["name"], meta, params[position : position + count])
-                self._descriptors.append(descriptor)
-                pieces.append((params[position][0], f"{descriptor.size}s"))
-                position += count
-            else:
-                code = "Q" if argument["type"].startswith("*") else _SCALAR_CODES[argument["type"]]
-                pieces.append((params[position][0], code))
-                position += 1
-        pieces += [(offset, "Q") for offset, _ in params[position:]]  # scratch, null
-        self._block_format = struct.Struct(_packed(pieces))
-        self._scratch = (0,) * (len(params) - position)
-        self._pack_into = self._block_format.pack_into
-        self._block = ctypes.create_string_buffer(self._block_format.size)
-        base = ctypes.addressof(self._block)
-        self._pointers = (ctypes.c_void_p * len(params))(*(base + offset for offset, _ in params))
-        self._pointers_address = ctypes.addressof(self._pointers)
-
         self._cuda = cuda = _driver()
-        self._maps: list[OrderedDict[TensorView, bytes]] = [OrderedDict() for _ in self._descriptors]
         self._success = cuda.CUresult.CUDA_SUCCESS
         self._no_context = cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._cu_launch = cuda.cuLaunchKernel
+
+        params = [(param["offset"], param["bytes"]) for param in entry["params"]]
+        descriptors = [argument for argument in entry["arguments"] if "descriptor" in argument]
+        self._descriptor_count = len(descriptors)
+        self._descriptors: list[_Descriptor] = []
+        pieces: list[tuple[int, str]] = []  # (offset, struct code)
+        position = 0
+        for argument in descriptors:
+            meta = argument["descriptor"]
+            count = 1 + 2 * len(meta["box"])
+            descriptor = _Descriptor(cuda, argument["name"], meta, params[position : position + count])
+            self._descriptors.append(descriptor)
+            pieces.append((params[position][0], f"{descriptor.size}s"))
+            position += count
+        self._join = struct.Struct(_packed(pieces))
+        codes = [_code(type_) for type_ in self._types[self._descriptor_count :]] + ["Q", "Q"]
+        pieces = [(offset, code) for (offset, _), code in zip(params[position:], codes, strict=True)]
+        whole = struct.Struct(_packed([(0, f"{self._join.size}s"), *pieces]))
+        self._pack_into = whole.pack_into
+        self._block = ctypes.create_string_buffer(whole.size)
+        base = ctypes.addressof(self._block)
+        self._pointers = (ctypes.c_void_p * len(params))(*(base + offset for offset, _ in params))
+        self._pointers_address = ctypes.addressof(self._pointers)
+        self._blocks: OrderedDict[tuple[TensorView, ...], bytes] = OrderedDict()
         self._handle: Any = None
         self._current_device = torch._C._cuda_getDevice
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._streams: dict[int, Any] = {}
 
-    def launch(self, device: int, grid: tuple[int, int, int], *arguments: TensorView | float) -> None:
+    def launch(self, device: int, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on torch's current stream of `device`, whichever device is current. Does not wait for the GPU.
 
         Args:
@@ -229,11 +228,39 @@ class Kernel:
         """
         if device not in self._ready:
             self.prepare(device)
-        if self._current_device() == device:
-            self._launch(device, grid, arguments)
-        else:
+        if self._current_device() != device:
             with torch.cuda.device(device):
-                self._launch(device, grid, arguments)
+                self.launch(device, grid, *arguments)
+            return
+        raw = self._raw_stream(device)
+        stream = self._streams.get(raw)
+        if stream is None:
+            if len(self._streams) >= STREAMS_KEPT:
+                self._streams.clear()
+            stream = self._streams[raw] = self._cuda.CUstream(raw)
+        count = self._descriptor_count
+        views = arguments[:count]  # descriptors come first
+        with self._lock:
+            try:
+                block = self._blocks.get(views)
+                if block is None:
+                    block = self._encode(views)
+                else:
+                    self._blocks.move_to_end(views)
+                for index in self._aligned:
+                    if arguments[index] & 15:
+                        raise ValueError(f"{self.arguments[index]} must be a multiple of 16, got {arguments[index]}")
+                self._pack_into(self._block, 0, block, *arguments[count:], 0, 0)  # scratch is null
+            except (struct.error, TypeError, OverflowError, IndexError) as error:
+                raise self._misfit(arguments, error) from error
+            result = self._cu_launch(self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0)
+            if result[0] == self._no_context:  # a thread that has not used CUDA yet
+                _check(self._cuda.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
+                result = self._cu_launch(
+                    self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0
+                )
+        if result[0] != self._success:
+            _check(result, f"launching {self.name} with grid {grid} on device {device}")
 
     def prepare(self, device: int) -> None:
         """Bring the cubin to `device`. The first launch does it; call it earlier to choose when. Allowed in capture.
@@ -275,46 +302,14 @@ class Kernel:
             )
         _check(cuda.cuKernelGetFunction(self._loaded), f"loading {self.name} on device {device}")
 
-    def _launch(self, device: int, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        raw = self._raw_stream(device)
-        stream = self._streams.get(raw)
-        if stream is None:
-            if len(self._streams) >= STREAMS_KEPT:
-                self._streams.clear()
-            stream = self._streams[raw] = self._cuda.CUstream(raw)
-        with self._lock:
-            try:
-                for index in self._aligned:
-                    if arguments[index] & 15:
-                        raise ValueError(f"{self.arguments[index]} must be a multiple of 16, got {arguments[index]}")
-                blocks: list[bytes] = []
-                for maps, view in zip(self._maps, arguments, strict=False):  # descriptors come first
-                    block = maps.get(view)
-                    if block is None:
-                        block = self._encode(len(blocks), view)
-                    else:
-                        maps.move_to_end(view)
-                    blocks.append(block)
-                self._pack_into(self._block, 0, *blocks, *arguments[len(blocks) :], *self._scratch)
-            except (struct.error, TypeError, OverflowError, IndexError) as error:
-                raise self._misfit(arguments, error) from error
-            result = self._cu_launch(
-                self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0
-            )
-            if result[0] == self._no_context:  # a thread that has not used CUDA yet
-                _check(self._cuda.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
-                result = self._cu_launch(
-                    self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0
-                )
-        if result[0] != self._success:
-            _check(result, f"launching {self.name} with grid {grid} on device {device}")
-
-    def _encode(self, index: int, view: TensorView) -> bytes:
-        block = self._descriptors[index].encode(self._cuda, view)
-        maps = self._maps[index]
-        maps[view] = block
-        if len(maps) > MAPS_KEPT:
-            maps.popitem(last=False)
+    def _encode(self, views: tuple[TensorView, ...]) -> bytes:
+        """The descriptors' part of the parameter block, from maps kept a tensor, itself kept a combination."""
+        if len(views) < self._descriptor_count:
+            raise TypeError("too few arguments")
+        block = self._join.pack(*(descriptor.block(view) for descriptor, view in zip(self._descriptors, views, strict=True)))
+        self._blocks[views] = block
+        if len(self._blocks) > MAPS_KEPT:
+            self._blocks.popitem(last=False)
         return block
 
     def _misfit(self, arguments: tuple[Any, ...], error: Exception) -> Exception:
@@ -330,9 +325,8 @@ class Kernel:
                 except (TypeError, ValueError):
                     return TypeError(f"{name} must be a tuple (data_ptr, shape, strides) of tuples, got {value!r}")
                 continue
-            code = "Q" if type_.startswith("*") else _SCALAR_CODES[type_]
             try:
-                struct.pack("<" + code, value)
+                struct.pack("<" + _code(type_), value)
             except (struct.error, TypeError, OverflowError) as problem:
                 return TypeError(f"{name} must fit {type_}, got {value!r} ({problem})")
         return TypeError(f"{self.name} must be given what its parameters take, got {arguments!r} ({error})")
@@ -341,56 +335,72 @@ class Kernel:
 class _Descriptor:
     """A tensor descriptor argument: how a view becomes its tensor map and the shape and strides that follow it."""
 
-    def __init__(self, name: str, meta: Mapping[str, Any], params: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, cuda: Any, name: str, meta: Mapping[str, Any], params: Sequence[tuple[int, int]]) -> None:
         self.name = name
-        self.rank = len(meta["box"])
+        self.rank = rank = len(meta["box"])
         self.element_bytes: int = meta["element_bytes"]
-        self._meta = meta
         start = params[0][0]
-        codes = ["128s", *["i"] * self.rank, *["q"] * self.rank]
+        codes = ["128s", *["i"] * rank, *["q"] * rank]
         self._struct = struct.Struct(_packed([(o - start, code) for (o, _), code in zip(params, codes, strict=True)]))
         self.size = self._struct.size
+        self._cuda = cuda
+        self._element = int(getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{meta['element']}"))
+        self._swizzle = int(getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{meta['swizzle']}"))
+        self._box = (ctypes.c_uint32 * rank)(*reversed(meta["box"]))
+        self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        self._kept: OrderedDict[TensorView, bytes] = OrderedDict()
 
-    def encode(self, cuda: Any, view: TensorView) -> bytes:
-        """The bytes of this argument in the parameter block.
+    def block(self, view: TensorView) -> bytes:
+        """The bytes of this argument in the parameter block. The caller holds the kernel's lock.
 
         Raises:
             ValueError: TMA cannot address the view.
             KernelError: the driver refuses it all the same.
         """
-        address, shape, strides = view
+        kept = self._kept.get(view)
+        if kept is None:
+            kept = self._kept[view] = self._encode(*view)
+            if len(self._kept) > MAPS_KEPT:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(view)
+        return kept
+
+    def _encode(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
         unit = self.element_bytes
         if len(shape) != self.rank or len(strides) != self.rank:
             raise ValueError(f"{self.name} must have {self.rank} dimensions, got shape {tuple(shape)}")
         # The stride of a dimension of size 1 is never used, and torch leaves anything in it.
-        steps = [stride * unit if size > 1 else 16 for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
+        pitches = [stride * unit if size > 1 else 16 for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
         if min(shape) < 1 or max(shape) >= 2**31:
             raise ValueError(f"{self.name} must have sizes from 1 to 2^31 - 1, got {tuple(shape)}; do not launch on it")
-        if address % 16 or strides[-1] != 1 or any(step % 16 or not 0 < step < 2**40 for step in steps):
+        if address % 16 or strides[-1] != 1 or any(pitch % 16 or not 0 < pitch < 2**40 for pitch in pitches):
             raise ValueError(
                 f"{self.name} must start at a multiple of 16 bytes, have last stride 1 and others that are positive"
                 f" multiples of 16 bytes, got address {address:#x}, strides {tuple(strides)} of {unit} bytes;"
                 " pass a contiguous copy"
             )
-        meta, long, short = self._meta, cuda.cuuint64_t, cuda.cuuint32_t
-        tensor_map = _check(
-            cuda.cuTensorMapEncodeTiled(
-                getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{meta['element']}"),
-                self.rank,
-                address,
-                [long(size) for size in reversed(shape)],
-                [long(step) for step in reversed(steps)] or [long(16)],
-                [short(size) for size in reversed(meta["box"])],
-                [short(1)] * self.rank,
-                cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{meta['swizzle']}"),
-                cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            ),
-            f"encoding a tensor map for {self.name} at {address:#x}, shape {tuple(shape)}, strides {tuple(strides)}",
+        cuda = self._cuda
+        # The driver wants the map at a multiple of 64 bytes; the CUtensorMap of cuda.bindings lies anywhere.
+        storage = ctypes.create_string_buffer(128 + 64)
+        target = -(-ctypes.addressof(storage) // 64) * 64
+        error = _encode_tiled()(
+            target,
+            self._element,
+            self.rank,
+            address,
+            (ctypes.c_uint64 * self.rank)(*reversed(shape)),
+            (ctypes.c_uint64 * self.rank)(*reversed(pitches)),
+            self._box,
+            self._steps,
+            int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+            self._swizzle,
+            int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+            int(cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         )
-        encoded: bytes = ctypes.string_at(int(tensor_map.getPtr()), 128)
-        return self._struct.pack(encoded, *shape, *strides)
+        action = f"encoding a tensor map for {self.name} at {address:#x}, shape {tuple(shape)}, strides {tuple(strides)}"
+        _check((cuda.CUresult(error),), action)
+        return self._struct.pack(ctypes.string_at(target, 128), *shape, *strides)
 
 
 @functools.cache
@@ -407,6 +417,10 @@ def kernel(name: str) -> Kernel:
 def available(device: int | torch.device | None = None) -> str | None:
     """`library().available(device)`: why the Hopper kernels cannot run there, or None if they can. Never raises."""
     return library().available(device)
+
+
+def _code(type_: str) -> str:
+    return "Q" if type_.startswith("*") else _SCALAR_CODES[type_]
 
 
 def _packed(pieces: Sequence[tuple[int, str]]) -> str:
@@ -448,11 +462,18 @@ def _device_index(device: int | torch.device | None) -> int:
         return device
     if device is None or device.index is None:
         if device is not None and device.type != "cuda":
-            raise KernelError(
-                f"the Hopper kernels run on CUDA devices, not {device}", "use the reference implementation"
-            )
+            raise KernelError(f"the Hopper kernels run on CUDA devices, not {device}", "use the reference implementation")
         return torch.cuda.current_device() if torch.cuda.is_available() else 0
     return device.index
+
+
+@functools.cache
+def _encode_tiled() -> Callable[..., int]:
+    """The driver's cuTensorMapEncodeTiled, for callers that choose where the map lies."""
+    address = _check(_driver().cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0), "finding cuTensorMapEncodeTiled")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint32
+    arguments = (pointer, number, number, pointer, pointer, pointer, pointer, pointer, number, number, number, number)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address)
 
 
 def _check_device(device: int) -> None:
