@@ -251,13 +251,22 @@ def test_no_variants_need_no_compiler(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
-def test_check_reads_the_manifest_and_compiles_nothing(tmp_path, monkeypatch, capsys):
+@needs_compiler
+def test_check_compiles_nothing_and_finds_what_is_missing_damaged_or_beyond_limits(built, tmp_path, monkeypatch, capsys):
+    def check(folder):
+        return build.main(["--check", "--out", str(folder)]), capsys.readouterr().out
+
     monkeypatch.setattr(build, "_compile", lambda variant: pytest.fail("compiled"))
-    assert build.main(["--check", "--out", str(tmp_path)]) == 1
-    build.build(tmp_path, [])
     monkeypatch.setattr(build, "VARIANTS", (SCALE,))
-    assert build.main(["--check", "--out", str(tmp_path)]) == 1
-    assert "scale: not in the manifest" in capsys.readouterr().out
+    assert check(tmp_path)[0] == 1  # no manifest
+    shutil.copytree(built[0], tmp_path, dirs_exist_ok=True)
+    assert check(tmp_path) == (0, "1 variants built, whole and within their limits\n")
+    (tmp_path / "scale.cubin").write_bytes(b"x")
+    assert check(tmp_path) == (1, "scale: scale.cubin is missing or damaged\n")
+    monkeypatch.setattr(build, "VARIANTS", (dataclasses.replace(SCALE, limits=Limits(registers=1)),))
+    assert "registers, at most 1 allowed" in check(built[0])[1]
+    build.build(tmp_path, [])
+    assert check(tmp_path) == (1, "scale: not in the manifest\n")
 
 
 @pytest.mark.skipif(tomllib is None, reason="tomllib needs Python 3.11")

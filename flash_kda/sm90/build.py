@@ -14,7 +14,7 @@ CUtensorMap, then its shape (int32 each) and strides (int64 each); pointers and 
 pointers, null here, come last. The parameter list of each kernel's PTX must say exactly that, or the build fails.
 
     python -m flash_kda.sm90.build             compile into this tree
-    python -m flash_kda.sm90.build --check     hold the cubins in this tree to their limits
+    python -m flash_kda.sm90.build --check     is every variant here, whole and within its limits?
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the build; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m flash_kda.sm90.build", description="Compile the Hopper kernels.")
     parser.add_argument("--out", type=Path, default=CUBINS, help="folder for cubins and manifest")
-    parser.add_argument("--check", action="store_true", help="compile nothing; check the manifest against the limits")
+    parser.add_argument(
+        "--check", action="store_true", help="compile nothing; check that every variant is there, whole and within its limits"
+    )
     parser.add_argument(
         "--allow-no-compiler",
         action="store_true",
@@ -180,9 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.is_file():
             print(f"{path} is missing; build first: python -m flash_kda.sm90.build", file=sys.stderr)
             return 1
-        violations = limit_violations(json.loads(path.read_text()), VARIANTS)
-        print("\n".join(violations) or f"{len(VARIANTS)} variants within their limits")
-        return 1 if violations else 0
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        problems = limit_violations(manifest, VARIANTS) + _damaged(options.out, manifest)
+        print("\n".join(problems) or f"{len(VARIANTS)} variants built, whole and within their limits")
+        return 1 if problems else 0
     problem = compiler_problem()
     if VARIANTS and problem and options.allow_no_compiler:
         write_without_kernels(options.out, problem)
@@ -205,6 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     print(f"{len(manifest['kernels'])} cubins in {options.out}")
     return 0
+
+
+def _damaged(out_dir: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Kernels whose cubin is missing or is not the one that the manifest describes."""
+    found = []
+    for name, entry in manifest["kernels"].items():
+        path = out_dir / entry["cubin"]
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != entry["cubin_sha256"]:
+            found.append(f"{name}: {entry['cubin']} is missing or damaged")
+    return found
 
 
 def _manifest(kernels: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -387,7 +400,10 @@ def _expected_params(arguments: Sequence[Mapping[str, Any]]) -> list[tuple[int, 
 
 
 def _place(params: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
-    """Offsets of the parameters in the block that the kernel reads: each at its alignment, in order."""
+    """The parameters with their place in the block that the launcher fills: each at its alignment, in order.
+
+    The driver copies each to where the kernel reads it, which is elsewhere: it aligns from the start of the bank.
+    """
     offset, placed = 0, []
     for size, align in params:
         offset = -(-offset // align) * align

@@ -36,7 +36,7 @@ SOURCE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package; the manifest names source files relative to it."""
 
 MAPS_KEPT = 256
-"""Tensor maps kept for each descriptor argument of a kernel, and combinations of them; the least recently used go."""
+"""Tensor maps kept for each descriptor argument of a kernel; the least recently used one goes first."""
 
 STREAMS_KEPT = 128
 """Stream handles kept as cuda.bindings wants them; past that all are made anew."""
@@ -207,7 +207,8 @@ class Kernel:
         base = ctypes.addressof(self._block)
         self._pointers = (ctypes.c_void_p * len(params))(*(base + offset for offset, _ in params))
         self._pointers_address = ctypes.addressof(self._pointers)
-        self._blocks: OrderedDict[tuple[TensorView, ...], bytes] = OrderedDict()
+        self._blocks: dict[tuple[TensorView, ...], bytes] = {}
+        self._loaded: Any = None
         self._handle: Any = None
         self._current_device = torch._C._cuda_getDevice
         self._raw_stream = torch._C._cuda_getCurrentRawStream
@@ -244,23 +245,23 @@ class Kernel:
             try:
                 block = self._blocks.get(views)
                 if block is None:
-                    block = self._encode(views)
-                else:
-                    self._blocks.move_to_end(views)
+                    block = self._encode(device, views)
                 for index in self._aligned:
                     if arguments[index] & 15:
                         raise ValueError(f"{self.arguments[index]} must be a multiple of 16, got {arguments[index]}")
                 self._pack_into(self._block, 0, block, *arguments[count:], 0, 0)  # scratch is null
-            except (struct.error, TypeError, OverflowError, IndexError) as error:
-                raise self._misfit(arguments, error) from error
-            result = self._cu_launch(self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0)
-            if result[0] == self._no_context:  # a thread that has not used CUDA yet
-                _check(self._cuda.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
-                result = self._cu_launch(
+            except (struct.error, TypeError, OverflowError, IndexError) as misfit:
+                raise self._misfit(arguments, misfit) from misfit
+            error = self._cu_launch(self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0)[
+                0
+            ]
+            if error == self._no_context:
+                _enter_context(device)
+                error = self._cu_launch(
                     self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0
-                )
-        if result[0] != self._success:
-            _check(result, f"launching {self.name} with grid {grid} on device {device}")
+                )[0]
+        if error != self._success:
+            _check((error,), f"launching {self.name} with grid {grid} on device {device}")
 
     def prepare(self, device: int) -> None:
         """Bring the cubin to `device`. The first launch does it; call it earlier to choose when. Allowed in capture.
@@ -302,14 +303,15 @@ class Kernel:
             )
         _check(cuda.cuKernelGetFunction(self._loaded), f"loading {self.name} on device {device}")
 
-    def _encode(self, views: tuple[TensorView, ...]) -> bytes:
-        """The descriptors' part of the parameter block, from maps kept a tensor, itself kept a combination."""
+    def _encode(self, device: int, views: tuple[TensorView, ...]) -> bytes:
+        """The descriptors' part of the parameter block, from maps kept for each tensor; itself kept too."""
         if len(views) < self._descriptor_count:
             raise TypeError("too few arguments")
-        block = self._join.pack(*(descriptor.block(view) for descriptor, view in zip(self._descriptors, views, strict=True)))
-        self._blocks[views] = block
-        if len(self._blocks) > MAPS_KEPT:
-            self._blocks.popitem(last=False)
+        _enter_context(device)
+        blocks = [descriptor.block(view) for descriptor, view in zip(self._descriptors, views, strict=True)]
+        if len(self._blocks) >= MAPS_KEPT:
+            self._blocks.clear()  # cheap to make again, and looking one up must not cost more than a dict
+        block = self._blocks[views] = self._join.pack(*blocks)
         return block
 
     def _misfit(self, arguments: tuple[Any, ...], error: Exception) -> Exception:
@@ -455,6 +457,13 @@ def _primary_context(device: int) -> Any:
         context = _check(cuda.cuDevicePrimaryCtxRetain(cuda.CUdevice(device)), f"opening device {device}")
         _contexts[device] = context
     return context
+
+
+def _enter_context(device: int) -> None:
+    """Make the primary context current on a thread that has none, as one that never used CUDA."""
+    cuda = _driver()
+    if not int(_check(cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+        _check(cuda.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
 
 
 def _device_index(device: int | torch.device | None) -> int:
