@@ -88,7 +88,8 @@ def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1) 
     Args:
         out_dir: created if missing. Holds nothing but `<name>.cubin` and `manifest.json` afterwards.
         variants: what to compile; kernel modules must be importable under their dotted names.
-        jobs: compile this many variants at a time, in forked processes if more than one; the result is the same.
+        jobs: compile this many variants at a time, in forked processes if more than one (so not from a process that
+            runs threads); the result is the same.
 
     Returns:
         The manifest as written. With no variants it lists no kernels, and Triton is not needed.
