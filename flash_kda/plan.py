@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .constants import CHUNK, FIXED_SEGMENT_LEN, MIN_SEGMENT_LEN, STEP
+from .host import readable
 
-CPU_PROCESSORS = 32
-"""(segment, head) pairs the CPU reference advances together: enough to amortise an operator call, few enough for L2."""
+CPU_PROCESSORS = 16
+"""(segment, head) pairs that the CPU reference gains from advancing together; more only add summaries."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def processor_count(device: torch.device) -> int:
 
 def _host_lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> list[int] | None:
     if cu_seqlens_cpu is None:
-        if cu_seqlens.device.type != "cpu":
+        if not readable(cu_seqlens):
             return None
         cu_seqlens_cpu = cu_seqlens
     offsets = cu_seqlens_cpu.tolist() if isinstance(cu_seqlens_cpu, Tensor) else list(cu_seqlens_cpu)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import settings
 from .constants import HEAD_DIM, LOWER_BOUND_MIN
+from .host import readable
 from .reference.inputs import Inputs
 
 STATE_DTYPES = (torch.bfloat16, torch.float32)
@@ -34,14 +35,12 @@ class Problem:
         cu_seqlens: ``[N + 1]`` offsets of the sequences.
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
-        lengths_known: the host knows the offsets: it may read cu_seqlens or made them itself.
     """
 
     inputs: Inputs
     cu_seqlens: Tensor
     num_sequences: int
     max_len: int
-    lengths_known: bool
 
 
 def check_forward(
@@ -150,12 +149,12 @@ def check_correction(
         _check_shape("initial_state", initial_state, "[N,H,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("initial_state", initial_state, STATE_DTYPES)
     check_devices(tensors, ht.device)
-    if seq_map.device.type == "cpu" or settings.debug():
+    if readable(seq_map) or settings.debug():
         check_offsets("seq_map", seq_map, segments, "segments")
     if fallback is None:
         return None
     fallback = per_head("fallback", fallback, segments, heads, (torch.bool,))
-    if mt is None and (fallback.device.type == "cpu" or settings.debug()) and bool(fallback.any()):
+    if mt is None and (readable(fallback) or settings.debug()) and bool(fallback.any()):
         raise ValueError(
             "mt must be given where fallback is True, got None; call state_only(..., calc_mt=True) or pass fallback=None"
         )
@@ -248,7 +247,6 @@ def _check_tokens(
         _check_dtype("dt_bias", dt_bias, (torch.float32,))
     check_devices({**tensors, **optional}, lead.device)
 
-    on_host = lead.device.type == "cpu"
     if cu_seqlens is None:
         num_sequences, max_len = batch, tokens
         offsets = torch.arange(batch + 1, device=lead.device) * tokens
@@ -263,7 +261,7 @@ def _check_tokens(
         if cu_seqlens.numel() == 0:
             raise ValueError("cu_seqlens must have shape [N+1], got (0,); it starts with 0")
         num_sequences, max_len, offsets = cu_seqlens.numel() - 1, tokens, cu_seqlens
-        if on_host or settings.debug():
+        if readable(cu_seqlens) or settings.debug():
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
     if settings.debug():
@@ -285,7 +283,7 @@ def _check_tokens(
         lower_bound,
         scale,
     )
-    return Problem(inputs, offsets, num_sequences, max_len, cu_seqlens is None or on_host)
+    return Problem(inputs, offsets, num_sequences, max_len)
 
 
 def _number(name: str, value: float) -> float:

@@ -16,7 +16,7 @@ import pytest
 from scale_variant import SCALE
 
 from flash_kda.sm90 import build
-from flash_kda.sm90.variants import MANIFEST, TRITON_VERSION, VARIANTS, Limits
+from flash_kda.sm90.variants import CUBINS, MANIFEST, TRITON_VERSION, VARIANTS, Limits
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -200,9 +200,21 @@ def test_limits_hold_registers_spills_and_warnings():
 @needs_compiler
 def test_shipped_variants_are_within_their_limits(tmp_path):
     command = [sys.executable, "-m", "flash_kda.sm90.build", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=tmp_path)
     assert build.limit_violations(json.loads((tmp_path / MANIFEST).read_text())) == []
     assert {path.stem for path in tmp_path.glob("*.cubin")} == {variant.name for variant in VARIANTS}
+
+
+@pytest.mark.skipif(not (CUBINS / MANIFEST).is_file(), reason="this tree's kernels were not built")
+def test_installed_cubins_are_complete_whole_and_within_their_limits():
+    """Needs no compiler: what `pip install` put here is every variant that can be asked for."""
+    manifest = json.loads((CUBINS / MANIFEST).read_text())
+    if manifest["without_kernels"]:
+        pytest.skip(f"built without kernels: {manifest['without_kernels']}")
+    assert build.limit_violations(manifest) == []
+    assert build._damaged(CUBINS, manifest) == []
+    for variant in VARIANTS:
+        assert manifest["kernels"][variant.name]["fingerprint"] == variant.fingerprint()
 
 
 def test_source_hashes_follow_imports_inside_the_tree_only(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..constants import CHUNK, L2_EPS
+from ..host import readable
 from .gate import gate_slope, log_decay, sigmoid
 from .inputs import Inputs
 
@@ -107,7 +108,7 @@ def window(items: Items, first: Tensor | int, count: int, step: int, inputs: Inp
     end = items.end.clamp(max=inputs.tokens)
     valid = (chunk >= 0)[:, :, None] & (token < end[:, None, None])
     rows = torch.where(valid, token * inputs.heads + items.head[:, None, None], 0)
-    return Window(rows, valid, items.head, full=device.type == "cpu" and bool(valid.all()))
+    return Window(rows, valid, items.head, full=readable(valid) and bool(valid.all()))
 
 
 def gather(x: Tensor, win: Window, dtype: torch.dtype) -> Tensor:
@@ -157,35 +158,37 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
     slope = gate_slope(inputs.A_log, dtype)[win.head][:, None, None, None]
     bias = inputs.dt_bias.to(dtype)[win.head][:, None, None, :]
     log_alpha = log_decay(g, slope, bias, inputs.lower_bound)
-    strength = sigmoid(beta)[..., None]
+    strength = sigmoid(beta)
     if not win.full:
         log_alpha = torch.where(win.valid[..., None], log_alpha, 0)
-        strength = torch.where(win.valid[..., None], strength, 0)
+        strength = torch.where(win.valid, strength, 0)
 
-    log_gamma = log_alpha.cumsum(-2)
-    decay = log_gamma.exp()
+    shape = (k.shape[0] * k.shape[1], CHUNK, -1)
+    decay = log_alpha.cumsum(-2).exp()
     gamma = decay[..., -1, :]
-    k = _l2_normalise(k)
+    k = k * _inverse_norm(k)
+    kd = (k * decay).view(shape)
     ki = k / decay
     kg = ki * gamma[..., None, :]
-    shape = (k.shape[0] * k.shape[1], CHUNK, -1)
-    beta_kd = (k * decay * strength).view(shape)
     ki_t = ki.view(shape).mT
-    inv = _unit_lower_inverse(torch.bmm(beta_kd, ki_t))
-    w = torch.bmm(inv, beta_kd).view(k.shape)
-    u = torch.bmm(inv, (v * strength).view(shape)).view(v.shape)
+    # Write strengths scale rows and columns of 16x16 matrices, which is cheaper than scaling k and v.
+    strength = strength.view(shape)
+    inv_beta = _unit_lower_inverse(torch.bmm(kd, ki_t) * strength) * strength.mT
+    w = torch.bmm(inv_beta, kd).view(k.shape)
+    u = torch.bmm(inv_beta, v.view(shape)).view(v.shape)
     qd = aqk = None
     if q is not None:
-        qd = _l2_normalise(q) * decay * inputs.scale
+        qd = q * (_inverse_norm(q) * inputs.scale) * decay
         aqk = torch.bmm(qd.view(shape), ki_t).tril().view(*qd.shape[:2], CHUNK, CHUNK)
     return Factors(w, u, kg, gamma, qd, aqk, state_poison, out_poison)
 
 
-def _l2_normalise(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+def _inverse_norm(x: Tensor) -> Tensor:
+    return (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
 def _unit_lower_inverse(a: Tensor) -> Tensor:
     """``(I + tril(a, -1))^-1`` for a batch of ``[C, C]``, by forward substitution."""
     identity = torch.eye(CHUNK, dtype=a.dtype, device=a.device).expand_as(a)
-    return torch.linalg.solve_triangular(a.tril(-1), identity, upper=False, unitriangular=True)
+    inverse: Tensor = torch.linalg.solve_triangular(a.tril(-1), identity, upper=False, unitriangular=True)
+    return inverse

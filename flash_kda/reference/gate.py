@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """``1 / (1 + exp(-x))``. Below x = -80 the value stays at e^-80, which keeps derivatives finite."""
-    return (x.clamp(min=-80.0).neg().exp() + 1.0).reciprocal()
+def sigmoid(x: Tensor, slope: Tensor | float = 1.0) -> Tensor:
+    """``1 / (1 + exp(-slope x))``. Where the exponent passes 80 the value stays at e^-80, which keeps derivatives finite."""
+    return ((x * -slope).clamp(max=80.0).exp() + 1.0).reciprocal()
 
 
 def log_decay(g: Tensor, slope: Tensor, bias: Tensor, lower_bound: float) -> Tensor:
@@ -25,7 +25,7 @@ def log_decay(g: Tensor, slope: Tensor, bias: Tensor, lower_bound: float) -> Ten
         bias: dt_bias, broadcastable to g.
         lower_bound: lower end of the range.
     """
-    return sigmoid((g + bias) * slope) * lower_bound
+    return sigmoid(g + bias, slope) * lower_bound
 
 
 def gate_slope(A_log: Tensor, dtype: torch.dtype) -> Tensor:
