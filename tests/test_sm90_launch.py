@@ -425,7 +425,13 @@ def test_missing_bindings_are_named(driver, folder, monkeypatch):
     monkeypatch.delattr(sys.modules["cuda.bindings"], "driver")
     with pytest.raises(launch.KernelError, match=r"cuda\.bindings cannot be used.*pip install cuda-bindings"):
         library(folder).kernel("scale")
-    assert library(folder).available(0) is not None
+    assert (
+        library(folder).available(0)
+        == "cuda.bindings cannot be used: it is not installed; install it: pip install cuda-bindings"
+    )
+    monkeypatch.delitem(sys.modules, "cuda.bindings.driver")
+    monkeypatch.delitem(sys.modules, "cuda.bindings")
+    assert "it is not installed" in library(folder).available(0)  # `cuda` is there and no package
 
 
 def test_available_gives_reasons_and_never_raises(driver, folder, monkeypatch):

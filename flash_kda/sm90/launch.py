@@ -128,9 +128,8 @@ class KernelLibrary:
                     self._cubin(name, self._checked_entry(name))
                 if not self._variants:
                     raise KernelError("this version ships no Hopper kernels", "use the reference implementation")
-                if importlib.util.find_spec("cuda.bindings.driver") is None:
-                    raise _no_bindings("it is not installed")
                 _check_device(index)
+                _find_bindings()
                 self._usable.add(index)
         except Exception as error:  # a probe: whatever is wrong is the answer
             return str(error) or type(error).__name__
@@ -436,6 +435,16 @@ def _packed(pieces: Sequence[tuple[int, str]]) -> str:
 
 def _no_bindings(why: str) -> KernelError:
     return KernelError(f"cuda.bindings cannot be used: {why}", "install it: pip install cuda-bindings")
+
+
+def _find_bindings() -> None:
+    """Raise if cuda.bindings is not installed, without paying for its import."""
+    try:
+        found = importlib.util.find_spec("cuda.bindings.driver") is not None
+    except ImportError:  # not even the package above it
+        found = False
+    if not found:
+        raise _no_bindings("it is not installed")
 
 
 def _driver() -> Any:
