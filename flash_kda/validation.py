@@ -267,9 +267,7 @@ def _check_tokens(
     if settings.debug():
         _check_finite({**tensors, "A_log": A_log, "dt_bias": dt_bias})
 
-    if A_log is None:
-        A_log = torch.zeros(heads, device=lead.device)
-    dt_bias = torch.zeros(heads, dim, device=lead.device) if dt_bias is None else dt_bias.view(heads, dim)
+    dt_bias = None if dt_bias is None else dt_bias.view(heads, dim)
     flat = {name: x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
     g = flat["g"]
     inputs = Inputs(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..constants import CHUNK, L2_EPS
 from ..host import readable
-from .gate import gate_slope, log_decay, sigmoid
+from .gate import log_decay, sigmoid
 from .inputs import Inputs
 
 
@@ -155,8 +155,8 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
         k, v, g, beta = (torch.where(x.isfinite(), x, 0) for x in (k, v, g, beta))
         q = None if q is None else torch.where(q.isfinite(), q, 0)
 
-    slope = gate_slope(inputs.A_log, dtype)[win.head][:, None, None, None]
-    bias = inputs.dt_bias.to(dtype)[win.head][:, None, None, :]
+    slope = None if inputs.A_log is None else inputs.A_log[win.head][:, None, None]
+    bias = None if inputs.dt_bias is None else inputs.dt_bias[win.head][:, None, None, :]
     log_alpha = log_decay(g, slope, bias, inputs.lower_bound)
     strength = sigmoid(beta)
     if not win.full:

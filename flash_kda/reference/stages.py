@@ -22,7 +22,7 @@ from torch import Tensor
 from ..constants import CHUNK, EXIT_EPS
 from ..host import readable
 from .chunks import Factors, Items, Window, prepare, window
-from .gate import gate_slope, log_decay
+from .gate import log_decay
 from .inputs import Inputs
 
 CPU_WINDOW = 256
@@ -221,7 +221,7 @@ def chain(
 
 
 def warmup_bound(
-    g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float, cu_seqlens: Tensor, *, max_len: int, eps: float
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, cu_seqlens: Tensor, *, max_len: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Trailing chunks after which the sound a-priori bound of ``||M||_F`` is at most eps.
 
@@ -243,10 +243,9 @@ def warmup_bound(
     tokens, heads, k_dim = g.shape
     dtype = torch.promote_types(g.dtype, torch.float32)
     segments = cu_seqlens.numel() - 1
-    slope = gate_slope(A_log, dtype)[:, None]
     slowest = torch.cat(
         [
-            log_decay(part.to(dtype), slope, dt_bias.to(dtype), lower_bound).amax(-1)
+            log_decay(part.to(dtype), A_log, dt_bias, lower_bound).amax(-1)
             for part in torch.split(g, max(1, CPU_WINDOW * CHUNK // max(heads, 1)))
         ]
         or [g.new_zeros(0, heads, dtype=dtype)]
