@@ -205,7 +205,7 @@ def fwd_cp(
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
         plan = plan_segments(
-            problem.cu_seqlens,
+            problem.offsets(),
             problem.inputs.tokens,
             problem.inputs.heads,
             segment_len=segment_len,
@@ -272,7 +272,7 @@ def state_only(
     dispatch.choose(impl, k.device)
     with torch.no_grad():
         summary = stages.state_summary(
-            problem.inputs, problem.cu_seqlens, max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
+            problem.inputs, problem.offsets(), max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
         )
     info = SummaryInfo(~summary.exited, summary.chunks, summary.norm)
     if calc_mt:
@@ -315,7 +315,7 @@ def get_warmup_chunks(
     dispatch.choose(impl, g.device)
     x = problem.inputs
     with torch.no_grad():
-        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.cu_seqlens, max_len=problem.max_len, eps=eps)
+        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
 
 
 @_in_full_precision
@@ -388,7 +388,7 @@ def _forward(problem: check.Problem, out: Tensor, initial_state: Tensor | None, 
     packed = _pack(out)
     stages.forward(
         problem.inputs,
-        problem.cu_seqlens,
+        problem.offsets(),
         packed,
         max_len=problem.max_len,
         initial_state=initial_state,

@@ -32,15 +32,21 @@ class Problem:
 
     Attributes:
         inputs: packed tensors, views of the caller's where their strides allow.
-        cu_seqlens: ``[N + 1]`` offsets of the sequences.
+        cu_seqlens: ``[N + 1]`` offsets of the sequences, or None for N sequences of ``max_len`` tokens each.
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
     """
 
     inputs: Inputs
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None
     num_sequences: int
     max_len: int
+
+    def offsets(self) -> Tensor:
+        """``[N + 1]`` offsets, made where there are none."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        return torch.arange(self.num_sequences + 1, device=self.inputs.g.device) * self.max_len
 
 
 def check_forward(
@@ -249,7 +255,6 @@ def _check_tokens(
 
     if cu_seqlens is None:
         num_sequences, max_len = batch, tokens
-        offsets = torch.arange(batch + 1, device=lead.device) * tokens
     else:
         if batch != 1:
             raise ValueError(
@@ -260,14 +265,14 @@ def _check_tokens(
         _check_dtype("cu_seqlens", cu_seqlens, OFFSET_DTYPES)
         if cu_seqlens.numel() == 0:
             raise ValueError("cu_seqlens must have shape [N+1], got (0,); it starts with 0")
-        num_sequences, max_len, offsets = cu_seqlens.numel() - 1, tokens, cu_seqlens
+        num_sequences, max_len = cu_seqlens.numel() - 1, tokens
         if readable(cu_seqlens) or settings.debug():
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
     if settings.debug():
         _check_finite({**tensors, "A_log": A_log, "dt_bias": dt_bias})
 
-    dt_bias = None if dt_bias is None else dt_bias.view(heads, dim)
+    dt_bias = None if dt_bias is None else dt_bias.reshape(heads, dim)
     flat = {name: x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
     g = flat["g"]
     inputs = Inputs(
@@ -281,7 +286,7 @@ def _check_tokens(
         lower_bound,
         scale,
     )
-    return Problem(inputs, offsets, num_sequences, max_len)
+    return Problem(inputs, cu_seqlens, num_sequences, max_len)
 
 
 def _number(name: str, value: float) -> float:
