@@ -20,8 +20,8 @@ from flash_kda.constants import CHUNK
 
 def relative(x: Tensor, exact: Tensor) -> str:
     """``[T, H, V]``: by head, smallest and largest."""
-    dims = (0, 2)
-    errors = torch.linalg.vector_norm(x.double() - exact.double(), dim=dims) / torch.linalg.vector_norm(exact.double(), dim=dims)
+    x, exact = x.double(), exact.double()
+    errors = torch.linalg.vector_norm(x - exact, dim=(0, 2)) / torch.linalg.vector_norm(exact, dim=(0, 2))
     return f"{100 * errors.min():.2f}-{100 * errors.max():.2f} %"
 
 
