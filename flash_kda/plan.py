@@ -76,8 +76,8 @@ def choose_segment_len(
 ) -> int | None:
     """Segment length in tokens, or None where running every sequence serially is expected to be faster.
 
-    A segment is one processor's fair share of the work, ``T_total * H / processors`` rounded up to a multiple of 32:
-    equal sequences that fill the machine by themselves are then never cut, and one long sequence among short ones is.
+    ``processors // H`` segments of equal length give every processor one (segment, head) and none a second: equal sequences
+    that fill the machine by themselves are then never cut, and one long sequence among short ones is.
 
     Args:
         total_tokens: T_total, tokens of the packed batch.
@@ -89,8 +89,10 @@ def choose_segment_len(
     if fixed_plan:
         segment_len = FIXED_SEGMENT_LEN
     else:
-        share = -(-total_tokens * num_heads // max(num_processors, 1))
-        segment_len = max(-(-share // STEP) * STEP, MIN_SEGMENT_LEN)
+        segments = num_processors // max(num_heads, 1)
+        if segments < 2:
+            return None
+        segment_len = max(-(-total_tokens // (segments * STEP)) * STEP, MIN_SEGMENT_LEN)
     longest = total_tokens if lengths is None else max(lengths, default=0)
     return segment_len if longest > segment_len else None
 
