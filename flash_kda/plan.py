@@ -145,6 +145,8 @@ def plan_segments(
     segments = ((lens + (segment_len - 1)) // segment_len).clamp(min=1).to(torch.int32)
     seq_map = torch.cat([segments.new_zeros(1), segments.cumsum(0, dtype=torch.int32)])
     longest = total_tokens if lengths is None else max(lengths, default=0)
+    if num_sequences == 0:
+        longest = 0
     num_slots = 0 if longest <= segment_len else max(total_tokens - 1, 0) // segment_len
     capacity = num_sequences + num_slots
 
