@@ -68,6 +68,8 @@ def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         device = "cpu" if tensor is None else tensor.device.type
+        if not torch.amp.is_autocast_available(device):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 

@@ -366,7 +366,7 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two views may share memory. Interleaved slices of one buffer, as of a fused projection, do not."""
-    if a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
     spans = []
     for x in (a, b):
