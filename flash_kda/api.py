@@ -266,10 +266,7 @@ def state_only(
     problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
-        num_warmup_chunks = check.per_head(
-            "num_warmup_chunks", num_warmup_chunks, problem.num_sequences, problem.inputs.heads, check.OFFSET_DTYPES
-        )
-        check.check_devices({"num_warmup_chunks": num_warmup_chunks}, k.device)
+        num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
     dispatch.choose(impl, k.device)
     with torch.no_grad():
         summary = stages.state_summary(
