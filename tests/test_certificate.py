@@ -34,9 +34,7 @@ def assert_within_certificate(case, segment_len, initial_state):
     assert (certificate.dropped < HUGE * EXIT_EPS).all()
     judged.out(out, extra=0.5 * judged.out_unit)
     # The state handed to the second segment, against the oracle's.
-    ht, mt, info = flash_kda.state_only(
-        **case.summary(cu_seqlens=certificate.plan.cu_seqlens), calc_mt=True, return_info=True
-    )
+    ht, mt, info = flash_kda.state_only(**case.summary(cu_seqlens=certificate.plan.cu_seqlens), calc_mt=True, return_info=True)
     entering = flash_kda.correct_initial_states(initial_state, ht, mt, info.fallback, certificate.plan.seq_map)
     first = case.cut(0, segment_len)
     error = state_error(entering[1:2], first.oracle(initial_state)[1])

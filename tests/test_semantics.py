@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from budget import judge
-from cases import D, TOKEN_INPUTS, gate, make, nan_like, nan_state, packed_offsets, random, same_bits, state
+from cases import TOKEN_INPUTS, D, gate, make, nan_like, nan_state, packed_offsets, random, same_bits, state
 
 import flash_kda
 

@@ -165,7 +165,13 @@ def test_nan_before_the_replayed_suffix_leaves_no_trace():
 
 
 # Chunks until ||M||_F <= 2^-16 (specification, section 4): the mean over heads of random gates, every head of the rest.
-REMEMBERED = {"random_5": (2, 3), "random_1": (6, 8), "random_half": (11, 14), "slow_eighth": (105, 143), "real_tiled": (116, 145)}
+REMEMBERED = {
+    "random_5": (2, 3),
+    "random_1": (6, 8),
+    "random_half": (11, 14),
+    "slow_eighth": (105, 143),
+    "real_tiled": (116, 145),
+}
 
 
 @pytest.mark.parametrize("name", REMEMBERED)
