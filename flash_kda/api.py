@@ -62,13 +62,12 @@ class Certificate:
 
 
 def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Runs without autograd and without autocast, which would round the reference's fp32 products to bf16."""
+    """Leaves autocast for the call: it would round the reference's fp32 products to bf16."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        device = "cpu" if tensor is None else tensor.device.type
-        if not torch.amp.is_autocast_available(device):
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
@@ -206,7 +205,7 @@ def fwd_cp(
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
         plan = plan_segments(
-            problem.cu_seqlens,
+            problem.offsets(),
             problem.inputs.tokens,
             problem.inputs.heads,
             segment_len=segment_len,
@@ -270,7 +269,7 @@ def state_only(
     dispatch.choose(impl, k.device)
     with torch.no_grad():
         summary = stages.state_summary(
-            problem.inputs, problem.cu_seqlens, max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
+            problem.inputs, problem.offsets(), max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
         )
     info = SummaryInfo(~summary.exited, summary.chunks, summary.norm)
     if calc_mt:
@@ -313,7 +312,7 @@ def get_warmup_chunks(
     dispatch.choose(impl, g.device)
     x = problem.inputs
     with torch.no_grad():
-        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.cu_seqlens, max_len=problem.max_len, eps=eps)
+        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
 
 
 @_in_full_precision
@@ -386,7 +385,7 @@ def _forward(problem: check.Problem, out: Tensor, initial_state: Tensor | None, 
     packed = _pack(out)
     stages.forward(
         problem.inputs,
-        problem.cu_seqlens,
+        problem.offsets(),
         packed,
         max_len=problem.max_len,
         initial_state=initial_state,

@@ -17,7 +17,7 @@ from torch import Tensor
 from .constants import CHUNK, FIXED_SEGMENT_LEN, MIN_SEGMENT_LEN, STEP
 from .validation import check_plan
 
-CPU_PROCESSORS = 16
+CPU_PROCESSORS = 8
 """(segment, head) pairs that the CPU reference gains from advancing together; more only add summaries."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import settings
 from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
+from .host import readable
 from .reference.inputs import Inputs
 
 STATE_DTYPES = (torch.bfloat16, torch.float32)
@@ -31,17 +32,21 @@ class Problem:
 
     Attributes:
         inputs: packed tensors, views of the caller's where their strides allow.
-        cu_seqlens: ``[N + 1]`` offsets of the sequences.
+        cu_seqlens: ``[N + 1]`` offsets of the sequences, or None for N sequences of ``max_len`` tokens each.
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
-        lengths_known: the host knows the offsets: it may read cu_seqlens or made them itself.
     """
 
     inputs: Inputs
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None
     num_sequences: int
     max_len: int
-    lengths_known: bool
+
+    def offsets(self) -> Tensor:
+        """``[N + 1]`` offsets, made where there are none."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        return torch.arange(self.num_sequences + 1, device=self.inputs.g.device) * self.max_len
 
 
 def check_forward(
@@ -133,7 +138,7 @@ def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
     name = "num_warmup_chunks"
     x = per_head(name, x, problem.num_sequences, problem.inputs.heads, OFFSET_DTYPES)
     check_devices({name: x}, problem.inputs.k.device)
-    if (x.device.type == "cpu" or settings.debug()) and bool((x < 0).any()):
+    if (readable(x) or settings.debug()) and bool((x < 0).any()):
         raise ValueError(f"{name} must be >= 0, got {int(x.min())}")
     return x
 
@@ -157,12 +162,12 @@ def check_correction(
         _check_shape("initial_state", initial_state, "[N,H,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("initial_state", initial_state, STATE_DTYPES)
     check_devices(tensors, ht.device)
-    if seq_map.device.type == "cpu" or settings.debug():
+    if readable(seq_map) or settings.debug():
         check_offsets("seq_map", seq_map, segments, "segments")
     if fallback is None:
         return None
     fallback = per_head("fallback", fallback, segments, heads, (torch.bool,))
-    if mt is None and (fallback.device.type == "cpu" or settings.debug()) and bool(fallback.any()):
+    if mt is None and (readable(fallback) or settings.debug()) and bool(fallback.any()):
         raise ValueError(
             "mt must be given where fallback is True, got None; call state_only(..., calc_mt=True) or pass fallback=None"
         )
@@ -192,19 +197,22 @@ def check_plan(
         if fixed_plan:
             raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
     offsets = None
-    if cu_seqlens.device.type == "cpu" or settings.debug():
+    if readable(cu_seqlens) or settings.debug():
         offsets = check_offsets("cu_seqlens", cu_seqlens, total_tokens, "tokens")
     if cu_seqlens_cpu is None:
         return offsets
-    hint = torch.as_tensor(cu_seqlens_cpu)
-    _check_offset_tensor("cu_seqlens_cpu", hint)
-    check_devices({"cu_seqlens_cpu": hint}, torch.device("cpu"))
-    if hint.numel() != cu_seqlens.numel():
-        raise ValueError(f"cu_seqlens_cpu must have the {cu_seqlens.numel()} offsets of cu_seqlens, got {hint.numel()}")
-    known = check_offsets("cu_seqlens_cpu", hint, total_tokens, "tokens")
+    name = "cu_seqlens_cpu"
+    if isinstance(cu_seqlens_cpu, Tensor):
+        _check_offset_tensor(name, cu_seqlens_cpu)
+        check_devices({name: cu_seqlens_cpu}, torch.device("cpu"))
+    elif not all(isinstance(x, numbers.Integral) for x in cu_seqlens_cpu):
+        raise TypeError(f"{name} must hold integers, got {list(cu_seqlens_cpu)}")
+    if len(cu_seqlens_cpu) != cu_seqlens.numel():
+        raise ValueError(f"{name} must have the {cu_seqlens.numel()} offsets of cu_seqlens, got {len(cu_seqlens_cpu)}")
+    known = check_offsets(name, cu_seqlens_cpu, total_tokens, "tokens")
     if offsets is not None and known != offsets:
         at = next(i for i, pair in enumerate(zip(known, offsets, strict=True)) if pair[0] != pair[1])
-        raise ValueError(f"cu_seqlens_cpu must be a copy of cu_seqlens, got {known[at]} for {offsets[at]} at position {at}")
+        raise ValueError(f"{name} must be a copy of cu_seqlens, got {known[at]} for {offsets[at]} at position {at}")
     return known
 
 
@@ -226,9 +234,9 @@ def _check_offset_tensor(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have shape [N+1], got (0,); it starts with 0")
 
 
-def check_offsets(name: str, offsets: Tensor, limit: int, unit: str) -> list[int]:
+def check_offsets(name: str, offsets: Tensor | Sequence[int], limit: int, unit: str) -> list[int]:
     """Reads offsets on the host: first 0, non-decreasing, last at most ``limit``."""
-    values: list[int] = offsets.tolist()
+    values: list[int] = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
     if values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[0]}")
     for i, (a, b) in enumerate(itertools.pairwise(values)):
@@ -304,10 +312,8 @@ def _check_tokens(
         _check_dtype("dt_bias", dt_bias, (torch.float32,))
     check_devices({**tensors, **optional}, lead.device)
 
-    on_host = lead.device.type == "cpu"
     if cu_seqlens is None:
         num_sequences, max_len = batch, tokens
-        offsets = torch.arange(batch + 1, device=lead.device) * tokens
     else:
         if batch != 1:
             raise ValueError(
@@ -315,8 +321,8 @@ def _check_tokens(
                 "pack the sequences on the token axis"
             )
         _check_offset_tensor("cu_seqlens", cu_seqlens)
-        num_sequences, max_len, offsets = cu_seqlens.numel() - 1, tokens, cu_seqlens
-        if on_host or settings.debug():
+        num_sequences, max_len = cu_seqlens.numel() - 1, tokens
+        if readable(cu_seqlens) or settings.debug():
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
     if settings.debug():
@@ -324,9 +330,7 @@ def _check_tokens(
         _check_finite({name: x[:, :covered] for name, x in tensors.items()})
         _check_finite({name: optional.get(name) for name in ("A_log", "dt_bias", "initial_state")})
 
-    if A_log is None:
-        A_log = torch.zeros(heads, device=lead.device)
-    dt_bias = torch.zeros(heads, dim, device=lead.device) if dt_bias is None else dt_bias.view(heads, dim)
+    dt_bias = None if dt_bias is None else dt_bias.reshape(heads, dim)
     flat = {name: x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
     g = flat["g"]
     inputs = Inputs(
@@ -340,7 +344,7 @@ def _check_tokens(
         lower_bound,
         scale,
     )
-    return Problem(inputs, offsets, num_sequences, max_len, cu_seqlens is None or on_host)
+    return Problem(inputs, cu_seqlens, num_sequences, max_len)
 
 
 def _number(name: str, value: float) -> float:

@@ -17,8 +17,8 @@ class Inputs:
         v: ``[T, H, V]`` values.
         g: ``[T, H, K]`` gate before activation.
         beta: ``[T, H]`` logits of the write strength.
-        A_log: ``[H]`` fp32, log of the gate's slope.
-        dt_bias: ``[H, K]`` fp32, added to g.
+        A_log: ``[H]`` fp32, log of the gate's slope; None for 0.
+        dt_bias: ``[H, K]`` fp32, added to g; None for 0.
         lower_bound: log decay of a token is in [lower_bound, 0].
         scale: multiplies the outputs, usually K^-0.5.
     """
@@ -28,8 +28,8 @@ class Inputs:
     v: Tensor
     g: Tensor
     beta: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     lower_bound: float
     scale: float = 1.0
 
