@@ -67,7 +67,7 @@ def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
@@ -265,10 +265,7 @@ def state_only(
     problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
-        num_warmup_chunks = check.per_head(
-            "num_warmup_chunks", num_warmup_chunks, problem.num_sequences, problem.inputs.heads, check.OFFSET_DTYPES
-        )
-        check.check_devices({"num_warmup_chunks": num_warmup_chunks}, k.device)
+        num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
     dispatch.choose(impl, k.device)
     with torch.no_grad():
         summary = stages.state_summary(

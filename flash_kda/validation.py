@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import settings
-from .constants import HEAD_DIM, LOWER_BOUND_MIN
+from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
 from .reference.inputs import Inputs
 
@@ -133,6 +133,16 @@ def check_gates(
     return _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
 
 
+def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
+    """``[NS, H]`` counts of ``state_only``, negative ones refused where free to read."""
+    name = "num_warmup_chunks"
+    x = per_head(name, x, problem.num_sequences, problem.inputs.heads, OFFSET_DTYPES)
+    check_devices({name: x}, problem.inputs.k.device)
+    if (readable(x) or settings.debug()) and bool((x < 0).any()):
+        raise ValueError(f"{name} must be >= 0, got {int(x.min())}")
+    return x
+
+
 def check_correction(
     initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, fallback: Tensor | None, seq_map: Tensor
 ) -> Tensor | None:
@@ -144,10 +154,7 @@ def check_correction(
     segments, heads = ht.shape[:2]
     _check_shape("ht", ht, "[NS,H,V,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
     _check_dtype("ht", ht, (torch.float32,))
-    _check_rank("seq_map", seq_map, "[N+1]", 1)
-    _check_dtype("seq_map", seq_map, OFFSET_DTYPES)
-    if seq_map.numel() == 0:
-        raise ValueError("seq_map must have shape [N+1], got (0,); it starts with 0")
+    _check_offset_tensor("seq_map", seq_map)
     if mt is not None:
         _check_shape("mt", mt, "[NS,H,K,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("mt", mt, (torch.float32,))
@@ -167,6 +174,48 @@ def check_correction(
     return fallback
 
 
+def check_plan(
+    cu_seqlens: Tensor,
+    total_tokens: int,
+    num_heads: int,
+    segment_len: int | None,
+    num_processors: int | None,
+    fixed_plan: bool,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None,
+) -> list[int] | None:
+    """The contract of ``plan_segments``. Returns the offsets, or None if the host does not know them."""
+    _check_tensors({"cu_seqlens": cu_seqlens}, required=("cu_seqlens",))
+    _check_offset_tensor("cu_seqlens", cu_seqlens)
+    _check_integer("total_tokens", total_tokens, 0)
+    _check_integer("num_heads", num_heads, 0)
+    if num_processors is not None:
+        _check_integer("num_processors", num_processors, 1)
+    if segment_len is not None:
+        _check_integer("segment_len", segment_len, CHUNK)
+        if segment_len % CHUNK:
+            raise ValueError(f"segment_len must be a multiple of {CHUNK}, got {segment_len}")
+        if fixed_plan:
+            raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
+    offsets = None
+    if readable(cu_seqlens) or settings.debug():
+        offsets = check_offsets("cu_seqlens", cu_seqlens, total_tokens, "tokens")
+    if cu_seqlens_cpu is None:
+        return offsets
+    name = "cu_seqlens_cpu"
+    if isinstance(cu_seqlens_cpu, Tensor):
+        _check_offset_tensor(name, cu_seqlens_cpu)
+        check_devices({name: cu_seqlens_cpu}, torch.device("cpu"))
+    elif not all(isinstance(x, numbers.Integral) for x in cu_seqlens_cpu):
+        raise TypeError(f"{name} must hold integers, got {list(cu_seqlens_cpu)}")
+    if len(cu_seqlens_cpu) != cu_seqlens.numel():
+        raise ValueError(f"{name} must have the {cu_seqlens.numel()} offsets of cu_seqlens, got {len(cu_seqlens_cpu)}")
+    known = check_offsets(name, cu_seqlens_cpu, total_tokens, "tokens")
+    if offsets is not None and known != offsets:
+        at = next(i for i, pair in enumerate(zip(known, offsets, strict=True)) if pair[0] != pair[1])
+        raise ValueError(f"{name} must be a copy of cu_seqlens, got {known[at]} for {offsets[at]} at position {at}")
+    return known
+
+
 def per_head(name: str, x: Tensor, segments: int, heads: int, dtypes: Sequence[torch.dtype]) -> Tensor:
     """``[NS, H]`` from ``[NS, H]`` or the published per-segment form ``[NS]``."""
     _check_tensors({name: x})
@@ -178,9 +227,16 @@ def per_head(name: str, x: Tensor, segments: int, heads: int, dtypes: Sequence[t
     return x
 
 
-def check_offsets(name: str, offsets: Tensor, limit: int, unit: str) -> list[int]:
+def _check_offset_tensor(name: str, x: Tensor) -> None:
+    _check_rank(name, x, "[N+1]", 1)
+    _check_dtype(name, x, OFFSET_DTYPES)
+    if x.numel() == 0:
+        raise ValueError(f"{name} must have shape [N+1], got (0,); it starts with 0")
+
+
+def check_offsets(name: str, offsets: Tensor | Sequence[int], limit: int, unit: str) -> list[int]:
     """Reads offsets on the host: first 0, non-decreasing, last at most ``limit``."""
-    values: list[int] = offsets.tolist()
+    values: list[int] = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
     if values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[0]}")
     for i, (a, b) in enumerate(itertools.pairwise(values)):
@@ -242,13 +298,16 @@ def _check_tokens(
         layout = {"beta": "[B,T,H]", "v": "[B,T,H,V]"}.get(name, "[B,T,H,K]")
         _check_shape(name, x, layout, (batch, tokens, heads) if name == "beta" else (batch, tokens, heads, dim))
         _check_dtype(name, x, GATE_DTYPES if name in ("g", "beta") else (torch.bfloat16,))
+    taken_from = f"; H is the third axis of {lead_name} [B,T,H,K] = {tuple(lead.shape)}"
     if A_log is not None:
-        _check_shape("A_log", A_log, "[H]", (heads,))
+        if tuple(A_log.shape) != (heads,):
+            raise ValueError(f"A_log must have shape [H] = {(heads,)}, got {tuple(A_log.shape)}{taken_from}")
         _check_dtype("A_log", A_log, (torch.float32,))
     if dt_bias is not None:
         if tuple(dt_bias.shape) not in ((heads, dim), (heads * dim,)):
             raise ValueError(
                 f"dt_bias must have shape [H,K] = {(heads, dim)} or [H*K] = {(heads * dim,)}, got {tuple(dt_bias.shape)}"
+                + taken_from
             )
         _check_dtype("dt_bias", dt_bias, (torch.float32,))
     check_devices({**tensors, **optional}, lead.device)
@@ -261,16 +320,15 @@ def _check_tokens(
                 f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of [B,T,H,K]; "
                 "pack the sequences on the token axis"
             )
-        _check_rank("cu_seqlens", cu_seqlens, "[N+1]", 1)
-        _check_dtype("cu_seqlens", cu_seqlens, OFFSET_DTYPES)
-        if cu_seqlens.numel() == 0:
-            raise ValueError("cu_seqlens must have shape [N+1], got (0,); it starts with 0")
+        _check_offset_tensor("cu_seqlens", cu_seqlens)
         num_sequences, max_len = cu_seqlens.numel() - 1, tokens
         if readable(cu_seqlens) or settings.debug():
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
     if settings.debug():
-        _check_finite({**tensors, "A_log": A_log, "dt_bias": dt_bias})
+        covered = tokens if cu_seqlens is None else int(cu_seqlens[-1])
+        _check_finite({name: x[:, :covered] for name, x in tensors.items()})
+        _check_finite({name: optional.get(name) for name in ("A_log", "dt_bias", "initial_state")})
 
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, dim)
     flat = {name: x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
@@ -297,6 +355,13 @@ def _number(name: str, value: float) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number!r}")
     return number
+
+
+def _check_integer(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
 
 
 def _check_tensors(tensors: dict[str, Tensor] | dict[str, Tensor | None], required: Sequence[str] = ()) -> None:
@@ -367,7 +432,7 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two views may share memory. Interleaved slices of one buffer, as of a fused projection, do not."""
-    if a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
     spans = []
     for x in (a, b):
@@ -375,17 +440,17 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()))
     if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
         return False
-    # Modulo the common period of all strides but the last axis', each view is one run of bytes.
+    # Modulo the common period of all strides but those of the contiguous last axes, each view is one run of bytes.
     period = 0
     runs = []
     for x in (a, b):
-        inner = x.shape[-1] * x.element_size() if x.stride(-1) == 1 else 0
-        if not inner:
-            return True
-        for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-            if n > 1:
-                period = math.gcd(period, s * x.element_size())
-        runs.append(inner)
+        axes = [(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+        run = 1
+        while axes and axes[-1][1] == run:
+            run *= axes.pop()[0]
+        for _, s in axes:
+            period = math.gcd(period, s * x.element_size())
+        runs.append(run * x.element_size())
     if period == 0:
         return True
     shift = (b.data_ptr() - a.data_ptr()) % period

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flash_kda
-from flash_kda import host, plan, validation
+from flash_kda import host, validation
 from flash_kda.reference import chunks, stages
 
 
@@ -26,7 +26,7 @@ def blind(monkeypatch):
     def no(_x):
         return False
 
-    for module in (host, plan, validation, chunks, stages):
+    for module in (host, validation, chunks, stages):
         monkeypatch.setattr(module, "readable", no)
     for name in ("item", "tolist", "__bool__", "nonzero", "__int__", "__float__"):
 
@@ -53,9 +53,7 @@ def test_blind_equals_readable(monkeypatch, request, with_state):
         out_cp = torch.full_like(inputs[2], float("nan"))
         flash_kda.fwd_cp(*inputs, out_cp, *params, state, final_cp, cu_seqlens, segment_len=64)
         segments = flash_kda.plan_segments(cu_seqlens, 500, 2, segment_len=64)
-        ht, mt, info = flash_kda.state_only(
-            *inputs[1:5], *params, segments.cu_seqlens, calc_mt=True, return_info=True
-        )
+        ht, mt, info = flash_kda.state_only(*inputs[1:5], *params, segments.cu_seqlens, calc_mt=True, return_info=True)
         h0 = flash_kda.correct_initial_states(state, ht, mt, info.fallback, segments.seq_map)
         bound = flash_kda.get_warmup_chunks(inputs[3], *params, segments.cu_seqlens)
         return [out, final, out_cp, final_cp], [segments, ht, mt, info, h0, bound]

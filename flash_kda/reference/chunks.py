@@ -164,11 +164,12 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
         strength = torch.where(win.valid, strength, 0)
 
     shape = (k.shape[0] * k.shape[1], CHUNK, -1)
-    decay = log_alpha.cumsum(-2).exp()
+    G = log_alpha.cumsum(-2)
+    decay = G.exp()
     gamma = decay[..., -1, :]
     k = k * _inverse_norm(k)
     kd = (k * decay).view(shape)
-    ki = k / decay
+    ki = k * (-G).exp()  # not k / decay: the derivative of a quotient is beyond fp32 where the decay is strong
     kg = ki * gamma[..., None, :]
     ki_t = ki.view(shape).mT
     # Write strengths scale rows and columns of 16x16 matrices, which is cheaper than scaling k and v.

@@ -304,8 +304,8 @@ class _Scan:
             self.mt = torch.baddbmm(self.mt * gamma[:, None, :], p, w, alpha=-1)
             if poison is not None:
                 # M is lost if a key, gate or strength is not finite, that is if every column of the state is.
-                self.ht = self.ht + poison[:, None, :]
-                self.mt = self.mt + torch.where(poison.isnan().all(-1), poison[:, 0], 0)[:, None, None]
+                self.ht = _poisoned(self.ht, poison[:, None, :])
+                self.mt = torch.where(poison.isnan().all(-1)[:, None, None], torch.nan, self.mt)
             norm = torch.linalg.vector_norm(self.mt, dim=(1, 2))
             self.norm = torch.where(self.alive, norm, self.norm)
             self.chunks = torch.where(self.alive, start + j + 1, self.chunks)
@@ -349,7 +349,7 @@ def _advance(state: Tensor, factors: Factors, with_norms: bool) -> tuple[Tensor,
         write = factors.u[:, j] - both[:, :CHUNK]
         state = torch.baddbmm(state * factors.gamma[:, j, :, None], factors.kg[:, j].mT, write)
         if factors.state_poison is not None:
-            state = state + factors.state_poison[:, j, None, :]
+            state = _poisoned(state, factors.state_poison[:, j, None, :])
         reads.append(both[:, CHUNK:])
         writes.append(write)
     written = torch.stack(writes, 1).view(items * n, CHUNK, v_dim)
@@ -357,8 +357,13 @@ def _advance(state: Tensor, factors: Factors, with_norms: bool) -> tuple[Tensor,
         items, n, CHUNK, v_dim
     )
     if factors.out_poison is not None:
-        o = o + factors.out_poison
+        o = _poisoned(o, factors.out_poison)
     return state, o, torch.stack(norms, 1) if with_norms else None
+
+
+def _poisoned(x: Tensor, poison: Tensor) -> Tensor:
+    """NaN where ``poison`` is. By selection: adding its zeros would turn a -0 of a healthy sequence into 0."""
+    return torch.where(poison.isnan(), poison, x)
 
 
 def _working_dtype(inputs: Inputs) -> torch.dtype:
