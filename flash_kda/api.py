@@ -20,6 +20,7 @@ from . import validation as check
 from .constants import CHUNK, EXIT_EPS, HEAD_DIM
 from .plan import SegmentPlan, plan_segments
 from .reference import stages
+from .sm90 import stages as sm90
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,10 +139,8 @@ def fwd(
     problem = check.check_forward(
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
     )
-    dispatch.choose(impl, q.device)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    with torch.no_grad():
-        _forward(problem, out, initial_state, final_state)
+    _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
     return out, final_state
 
 
@@ -198,9 +197,11 @@ def fwd_cp(
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
     )
     eps = check.check_eps(eps)
-    dispatch.choose(impl, q.device)
+    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    path = _choose("reference" if certificate else impl, problem, out, initial_state, final_state)
     plan = None
-    if auto_cp:
+    # On Hopper the summary still comes from the reference: cut only for those who say how.
+    if auto_cp and (path == "reference" or fixed_plan or segment_len is not None):
         hint = cu_seqlens_cpu
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
@@ -212,13 +213,12 @@ def fwd_cp(
             fixed_plan=fixed_plan,
             cu_seqlens_cpu=hint,
         )
-    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
     made = None
-    with torch.no_grad():
-        if plan is None or plan.num_slots == 0:
-            _forward(problem, out, initial_state, final_state)
-        else:
-            made = _forward_segments(problem, plan, out, initial_state, final_state, eps, certificate)
+    if plan is None or plan.num_slots == 0:
+        _forward(problem, path, out, initial_state, final_state)
+    else:
+        with torch.no_grad():
+            made = _forward_segments(problem, path, plan, out, initial_state, final_state, eps, certificate)
     return (out, final_state, made) if certificate else (out, final_state)
 
 
@@ -381,21 +381,46 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
         out.copy_(packed.view(out.shape))
 
 
-def _forward(problem: check.Problem, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
-    packed = _pack(out)
-    stages.forward(
-        problem.inputs,
-        problem.offsets(),
-        packed,
-        max_len=problem.max_len,
-        initial_state=initial_state,
-        final_state=final_state,
-    )
-    _unpack(packed, out)
+def _choose(
+    impl: str | None, problem: check.Problem, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None
+) -> str:
+    """Who runs the forward stage on these tensors."""
+
+    def refusal() -> str | None:
+        if problem.copied:
+            return f"{problem.copied[0]} has a batch stride that is not T token strides, the kernels do not copy"
+        return sm90.refusal(problem.inputs, out, (initial_state, final_state))
+
+    return dispatch.choose(impl, out.device, refusal)
+
+
+def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
+    if path == "sm90":
+        sm90.forward(
+            problem.inputs,
+            problem.cu_seqlens,
+            _pack(out),
+            max_len=problem.max_len,
+            initial_state=initial_state,
+            final_state=final_state,
+        )
+        return
+    with torch.no_grad():
+        packed = _pack(out)
+        stages.forward(
+            problem.inputs,
+            problem.offsets(),
+            packed,
+            max_len=problem.max_len,
+            initial_state=initial_state,
+            final_state=final_state,
+        )
+        _unpack(packed, out)
 
 
 def _forward_segments(
     problem: check.Problem,
+    path: str,
     plan: SegmentPlan,
     out: Tensor,
     initial_state: Tensor | None,
@@ -424,7 +449,20 @@ def _forward_segments(
         table = torch.full((plan.capacity + 1, inputs.heads), -1, dtype=torch.int64, device=device)
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
+    out_index = torch.where(used & last, owner, -1)
     packed = _pack(out)
+    if path == "sm90":
+        sm90.forward(
+            inputs,
+            plan.cu_seqlens,
+            packed,
+            max_len=plan.max_segment_len,
+            initial_state=handed_on,
+            in_index=in_index.int(),
+            final_state=final_state,
+            out_index=out_index.int(),
+        )
+        return None
     entering = stages.forward(
         inputs,
         plan.cu_seqlens,
@@ -433,7 +471,7 @@ def _forward_segments(
         initial_state=handed_on,
         in_index=in_index,
         final_state=final_state,
-        out_index=torch.where(used & last, owner, -1),
+        out_index=out_index,
         probe=probe,
     )
     _unpack(packed, out)

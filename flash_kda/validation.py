@@ -25,6 +25,11 @@ STATE_DTYPES = (torch.bfloat16, torch.float32)
 GATE_DTYPES = (torch.bfloat16, torch.float32)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 
+SEEN_KEPT = 1024
+"""Kinds of calls whose metadata is remembered as checked."""
+
+_seen: dict[tuple[object, ...], dict[str, int]] = {}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -35,12 +40,14 @@ class Problem:
         cu_seqlens: ``[N + 1]`` offsets of the sequences, or None for N sequences of ``max_len`` tokens each.
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
+        copied: inputs whose batch rows could not be laid one after the other without a copy.
     """
 
     inputs: Inputs
     cu_seqlens: Tensor | None
     num_sequences: int
     max_len: int
+    copied: tuple[str, ...]
 
     def offsets(self) -> Tensor:
         """``[N + 1]`` offsets, made where there are none."""
@@ -64,7 +71,11 @@ def check_forward(
     final_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Problem:
-    """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing."""
+    """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
+
+    What only depends on shapes, dtypes, strides and devices is remembered: a call like an earlier one costs the host a few
+    microseconds. Aliasing and contents are looked at every time.
+    """
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     optional = {
         "out": out,
@@ -74,37 +85,71 @@ def check_forward(
         "final_state": final_state,
         "cu_seqlens": cu_seqlens,
     }
-    _check_no_grad({**tensors, **optional})
-    problem = _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
-    shape = tuple(q.shape)
-    if out is not None:
-        _check_shape("out", out, "[B,T,H,V]", shape)
-        _check_dtype("out", out, (torch.bfloat16,))
-        _check_writable("out", out)
-    state_shape = (problem.num_sequences, q.shape[2], HEAD_DIM, HEAD_DIM)
-    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-        if state is not None:
-            _check_shape(name, state, "[N,H,V,K]", state_shape)
-            _check_dtype(name, state, STATE_DTYPES)
-    if final_state is not None:
-        _check_writable("final_state", final_state)
-    written = {"out": out, "final_state": final_state}
-    for name, target in written.items():
-        for other, source in {**tensors, **optional}.items():
-            if target is None or source is None or other == name:
+    everything = {**tensors, **optional}
+    key = _metadata(everything, scale, lower_bound)
+    extents = None if key is None else _seen.get(key)
+    if extents is None:
+        _check_no_grad(everything)
+        _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
+        if out is not None:
+            _check_shape("out", out, "[B,T,H,V]", tuple(q.shape))
+            _check_dtype("out", out, (torch.bfloat16,))
+            _check_writable("out", out)
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+            if state is not None:
+                _check_shape(name, state, "[N,H,V,K]", (sequences, q.shape[2], HEAD_DIM, HEAD_DIM))
+                _check_dtype(name, state, STATE_DTYPES)
+        if final_state is not None:
+            _check_writable("final_state", final_state)
+        extents = {name: _extent(x) for name, x in everything.items() if x is not None}
+        if key is not None:
+            if len(_seen) >= SEEN_KEPT:
+                _seen.clear()
+            _seen[key] = extents
+    for name, target in (("out", out), ("final_state", final_state)):
+        if target is not None:
+            _check_aliasing(name, target, everything, extents)
+    return _problem(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
+
+
+def _metadata(tensors: dict[str, Tensor | None], scale: float, lower_bound: float) -> tuple[object, ...] | None:
+    """All that the checks of a call can depend on besides addresses and contents; None if an argument is no tensor."""
+    if type(scale) not in (float, int) or type(lower_bound) not in (float, int):
+        return None
+    try:
+        return (
+            scale,
+            lower_bound,
+            torch.is_grad_enabled(),
+            *(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors.values()),
+        )
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first element of a view to the end of its last."""
+    if x.numel() == 0 or x.is_meta:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+def _check_aliasing(name: str, target: Tensor, tensors: dict[str, Tensor | None], extents: dict[str, int]) -> None:
+    start = target.data_ptr()
+    end = start + extents[name]
+    for other, source in tensors.items():
+        if source is None or other == name:
+            continue
+        address = source.data_ptr()
+        if address >= end or start >= address + extents[other] or not _overlap(target, source):
+            continue
+        remedy = "allocate it separately"
+        if name == "final_state" and other == "initial_state":
+            if _same_view(target, source):
                 continue
-            if name == "final_state" and other == "initial_state" and _same_view(target, source):
-                continue
-            if _overlap(target, source):
-                raise ValueError(
-                    f"{name} must not share memory with {other}, got overlapping views; "
-                    + (
-                        "pass the very same tensor to update states in place, or separate memory"
-                        if other == "initial_state" and name == "final_state"
-                        else "allocate it separately"
-                    )
-                )
-    return problem
+            remedy = "pass the very same tensor to update states in place, or separate memory"
+        raise ValueError(f"{name} must not share memory with {other}, got overlapping views; {remedy}")
 
 
 def check_summary(
@@ -121,7 +166,8 @@ def check_summary(
     tensors = {"k": k, "v": v, "g": g, "beta": beta}
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_no_grad({**tensors, **optional})
-    return _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+    _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+    return _problem(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
 
 
 def check_gates(
@@ -130,7 +176,8 @@ def check_gates(
     """The contract of ``get_warmup_chunks``. In the result k and v are g and beta is empty: none of them is used."""
     _check_no_grad({"g": g, "A_log": A_log, "dt_bias": dt_bias})
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
-    return _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+    _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+    return _problem({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
 
 
 def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
@@ -279,12 +326,13 @@ def _check_tokens(
     lower_bound: float,
     cu_seqlens: Tensor | None,
     scale: float,
-) -> Problem:
+) -> None:
+    """Shapes, dtypes and devices of what all functions take; nothing is read."""
     _check_tensors(tensors, required=tuple(tensors))
     _check_tensors(optional)
-    lower_bound = check_lower_bound(lower_bound)
-    scale = _number("scale", scale)
-    lead_name = "q" if "q" in tensors else next(iter(tensors))
+    check_lower_bound(lower_bound)
+    _number("scale", scale)
+    lead_name = next(iter(tensors))
     lead = tensors[lead_name]
     _check_rank(lead_name, lead, "[B,T,H,K]", 4)
     batch, tokens, heads, dim = lead.shape
@@ -312,39 +360,57 @@ def _check_tokens(
         _check_dtype("dt_bias", dt_bias, (torch.float32,))
     check_devices({**tensors, **optional}, lead.device)
 
-    if cu_seqlens is None:
-        num_sequences, max_len = batch, tokens
-    else:
+    if cu_seqlens is not None:
         if batch != 1:
             raise ValueError(
                 f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of [B,T,H,K]; "
                 "pack the sequences on the token axis"
             )
         _check_offset_tensor("cu_seqlens", cu_seqlens)
-        num_sequences, max_len = cu_seqlens.numel() - 1, tokens
-        if readable(cu_seqlens) or settings.debug():
+
+
+def _problem(
+    tensors: dict[str, Tensor],
+    optional: dict[str, Tensor | None],
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> Problem:
+    """The packed call; reads contents where that is free or asked for."""
+    g = tensors["g"]
+    batch, tokens, heads, dim = g.shape
+    num_sequences, max_len = batch, tokens
+    debug = settings.debug()
+    covered = tokens
+    if cu_seqlens is not None:
+        num_sequences = cu_seqlens.numel() - 1
+        if debug or readable(cu_seqlens):
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
-    if settings.debug():
-        covered = tokens if cu_seqlens is None else int(cu_seqlens[-1])
+            covered = values[-1]
+    if debug:
         _check_finite({name: x[:, :covered] for name, x in tensors.items()})
         _check_finite({name: optional.get(name) for name in ("A_log", "dt_bias", "initial_state")})
 
-    dt_bias = None if dt_bias is None else dt_bias.reshape(heads, dim)
-    flat = {name: x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
+    if dt_bias is not None and dt_bias.dim() == 1:
+        dt_bias = dt_bias.reshape(heads, dim)
+    flat = {name: x[0] if batch == 1 else x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
+    copied = () if batch == 1 else tuple(n for n, x in tensors.items() if flat[n].data_ptr() != x.data_ptr())
     g = flat["g"]
     inputs = Inputs(
         flat.get("q"),
         flat.get("k", g),
         flat.get("v", g),
         g,
-        flat.get("beta", g[:, :, 0]),
+        flat["beta"] if "beta" in flat else g[:, :, 0],
         A_log,
         dt_bias,
-        lower_bound,
-        scale,
+        float(lower_bound),
+        float(scale),
     )
-    return Problem(inputs, cu_seqlens, num_sequences, max_len)
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, copied)
 
 
 def _number(name: str, value: float) -> float:

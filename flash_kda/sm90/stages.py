@@ -25,17 +25,19 @@ def refusal(inputs: Inputs, out: Tensor, states: tuple[Tensor | None, ...]) -> s
 
     Args:
         inputs: packed tensors.
-        out: ``[T, H, V]``.
+        out: ``[B, T, H, V]``.
         states: initial and final state.
     """
+    if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
+        return f"out has batch stride {out.stride(0)}, the kernels need T token strides"
     q = inputs.q
     for name, x in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out)):
         if x is None:
             return f"{name} is missing"
         if x.dtype != torch.bfloat16:
             return f"{name} is {x.dtype}, the kernels read bfloat16"
-        token, head, channel = x.stride()
-        if channel != 1 or token % VECTOR or head % VECTOR or x.data_ptr() % 16 or (token == 0 and x.shape[0] > 1):
+        token, head, channel = x.stride()[-3:]
+        if channel != 1 or token % VECTOR or head % VECTOR or x.data_ptr() % 16 or (token == 0 and x.shape[-3] > 1):
             return (
                 f"{name} has strides {(token, head, channel)} and address {x.data_ptr():#x}; the kernels need a last stride "
                 "of 1, others that are positive multiples of 8 elements, and a 16-byte aligned address"
@@ -73,7 +75,11 @@ def forward(
     tokens, heads = inputs.tokens, inputs.heads
     q, k, v, g, beta = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
     assert q is not None
-    segments = cu_seqlens.numel() - 1 if cu_seqlens is not None else (tokens // max_len if max_len else 0)
+    if tokens == 0:  # a tensor map cannot describe nothing
+        if final_state is not None:
+            final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+        return
+    segments = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
     items = segments * heads
     if items == 0:
         return
