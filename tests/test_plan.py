@@ -74,14 +74,15 @@ def test_a_fixed_plan_cuts_a_sequence_the_same_in_any_batch(lengths, pick, heads
     assert alone.cu_seqlens.diff().max() <= FIXED_SEGMENT_LEN
 
 
-def test_automatic_lengths_are_a_processors_share():
-    assert choose_segment_len(65536, 16, 132) == 7968
+def test_automatic_lengths_fill_the_processors_once():
+    assert choose_segment_len(65536, 16, 132) == 8192
     assert choose_segment_len(65536, 1, 132) == 512
     assert choose_segment_len(2048, 1, 132) == MIN_SEGMENT_LEN
     assert choose_segment_len(MIN_SEGMENT_LEN, 1, 132) is None
-    assert choose_segment_len(65536, 132, 132) is None
-    assert choose_segment_len(65536, 16, 132, lengths=[7968] * 8) is None
-    assert choose_segment_len(65536, 16, 132, lengths=[8000]) == 7968
+    assert choose_segment_len(65536, 67, 132) is None
+    assert choose_segment_len(65536, 66, 132) == 32768
+    assert choose_segment_len(8000, 16, 132, lengths=[1000] * 8) is None
+    assert choose_segment_len(65536, 16, 132, lengths=[8193]) == 8192
     assert choose_segment_len(4096, 99, 1, fixed_plan=True) == FIXED_SEGMENT_LEN
     assert choose_segment_len(0, 1, 1) is None
 
