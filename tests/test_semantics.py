@@ -118,6 +118,18 @@ def test_tokens_after_the_last_offset_are_neither_read_nor_written(name, padding
 
 
 @BOTH
+def test_a_strided_out_keeps_its_padding(name):
+    case = random(70, 2)
+    offsets = packed_offsets(20, 30)
+    want, _ = call(name, case, sequences=2, cu_seqlens=offsets)
+    wide = torch.full((1, 70, 2, D + 8), SENTINEL).bfloat16()
+    call(name, case, sequences=2, cu_seqlens=offsets, out=wide[..., :D])
+    assert same_bits(wide[:, :50, :, :D], want[:, :50])
+    assert (wide[:, 50:] == wide.new_tensor(SENTINEL)).all()
+    assert (wide[..., D:] == wide.new_tensor(SENTINEL)).all()
+
+
+@BOTH
 def test_every_split_of_two_sequences(name):
     """A strong gate near the boundary must not overflow into the other sequence."""
     whole = gate(random(128, 2), 6)
