@@ -67,8 +67,11 @@ def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        tensor = args[0] if args else None
+        if not isinstance(tensor, Tensor):
+            tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        device = "cpu" if tensor is None else tensor.device.type
+        if device == "meta" or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
@@ -137,7 +140,7 @@ def fwd(
     Does not wait on a CUDA device.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
     )
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
     _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
@@ -194,7 +197,7 @@ def fwd_cp(
     A NaN or inf does not cross an exit: what precedes a replayed suffix is not seen by later segments.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
@@ -310,7 +313,7 @@ def get_warmup_chunks(
     problem = check.check_gates(g, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
     dispatch.choose(impl, g.device)
-    x = problem.inputs
+    x = problem.inputs.contiguous()
     with torch.no_grad():
         return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
 
@@ -387,9 +390,7 @@ def _choose(
     """Who runs the forward stage on these tensors."""
 
     def refusal() -> str | None:
-        if problem.copied:
-            return f"{problem.copied[0]} has a batch stride that is not T token strides, the kernels do not copy"
-        return sm90.refusal(problem.inputs, out, (initial_state, final_state))
+        return sm90.refusal(problem.inputs, out, initial_state, final_state, problem.key)
 
     return dispatch.choose(impl, out.device, refusal)
 
@@ -399,10 +400,11 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
         sm90.forward(
             problem.inputs,
             problem.cu_seqlens,
-            _pack(out),
+            out,
             max_len=problem.max_len,
             initial_state=initial_state,
             final_state=final_state,
+            key=problem.key,
         )
         return
     with torch.no_grad():
@@ -450,12 +452,11 @@ def _forward_segments(
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
     out_index = torch.where(used & last, owner, -1)
-    packed = _pack(out)
     if path == "sm90":
         sm90.forward(
             inputs,
             plan.cu_seqlens,
-            packed,
+            out,
             max_len=plan.max_segment_len,
             initial_state=handed_on,
             in_index=in_index.int(),
@@ -463,6 +464,7 @@ def _forward_segments(
             out_index=out_index.int(),
         )
         return None
+    packed = _pack(out)
     entering = stages.forward(
         inputs,
         plan.cu_seqlens,

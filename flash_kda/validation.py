@@ -28,26 +28,27 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 SEEN_KEPT = 1024
 """Kinds of calls whose metadata is remembered as checked."""
 
-_seen: dict[tuple[object, ...], dict[str, int]] = {}
+Key = tuple[object, ...]
+_seen: dict[Key, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A validated call, with batch rows laid one after the other on the token axis.
+    """A validated call.
 
     Attributes:
-        inputs: packed tensors, views of the caller's where their strides allow.
+        inputs: the caller's tensors.
         cu_seqlens: ``[N + 1]`` offsets of the sequences, or None for N sequences of ``max_len`` tokens each.
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
-        copied: inputs whose batch rows could not be laid one after the other without a copy.
+        key: equal for calls that differ only in addresses and contents; None if that cannot be told.
     """
 
     inputs: Inputs
     cu_seqlens: Tensor | None
     num_sequences: int
     max_len: int
-    copied: tuple[str, ...]
+    key: Key | None = None
 
     def offsets(self) -> Tensor:
         """``[N + 1]`` offsets, made where there are none."""
@@ -70,6 +71,7 @@ def check_forward(
     initial_state: Tensor | None,
     final_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    output_final_state: bool,
 ) -> Problem:
     """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
 
@@ -85,11 +87,11 @@ def check_forward(
         "final_state": final_state,
         "cu_seqlens": cu_seqlens,
     }
-    everything = {**tensors, **optional}
-    key = _metadata(everything, scale, lower_bound)
+    everything = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
+    key = _metadata(everything, scale, lower_bound, output_final_state)
     extents = None if key is None else _seen.get(key)
     if extents is None:
-        _check_no_grad(everything)
+        _check_no_grad({**tensors, **optional})
         _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
         if out is not None:
             _check_shape("out", out, "[B,T,H,V]", tuple(q.shape))
@@ -102,30 +104,35 @@ def check_forward(
                 _check_dtype(name, state, STATE_DTYPES)
         if final_state is not None:
             _check_writable("final_state", final_state)
-        extents = {name: _extent(x) for name, x in everything.items() if x is not None}
+        extents = tuple(0 if x is None else _extent(x) for x in everything)
         if key is not None:
             if len(_seen) >= SEEN_KEPT:
                 _seen.clear()
             _seen[key] = extents
-    for name, target in (("out", out), ("final_state", final_state)):
-        if target is not None:
-            _check_aliasing(name, target, everything, extents)
-    return _problem(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
+    starts = [0 if x is None else x.data_ptr() for x in everything]
+    for target in (5, 9):  # out, final_state
+        first, last = starts[target], starts[target] + extents[target]
+        for other, (start, extent) in enumerate(zip(starts, extents, strict=True)):
+            if start < last and first < start + extent and other != target:
+                _check_aliasing((*tensors, *optional), everything, target, other)
+    return _problem(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale, key)
 
 
-def _metadata(tensors: dict[str, Tensor | None], scale: float, lower_bound: float) -> tuple[object, ...] | None:
-    """All that the checks of a call can depend on besides addresses and contents; None if an argument is no tensor."""
+def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, with_final: bool) -> Key | None:
+    """All that the checks of a call can depend on besides addresses and contents; None if an argument is of no kind known."""
     if type(scale) not in (float, int) or type(lower_bound) not in (float, int):
         return None
+    grad = torch.is_grad_enabled()
+    key: list[object] = [scale, lower_bound, bool(with_final), grad]
     try:
-        return (
-            scale,
-            lower_bound,
-            torch.is_grad_enabled(),
-            *(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors.values()),
-        )
+        for x in tensors:
+            if x is None:
+                key.append(None)
+            else:
+                key += (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad)
     except (AttributeError, RuntimeError):
         return None
+    return tuple(key)
 
 
 def _extent(x: Tensor) -> int:
@@ -135,21 +142,17 @@ def _extent(x: Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
-def _check_aliasing(name: str, target: Tensor, tensors: dict[str, Tensor | None], extents: dict[str, int]) -> None:
-    start = target.data_ptr()
-    end = start + extents[name]
-    for other, source in tensors.items():
-        if source is None or other == name:
-            continue
-        address = source.data_ptr()
-        if address >= end or start >= address + extents[other] or not _overlap(target, source):
-            continue
-        remedy = "allocate it separately"
-        if name == "final_state" and other == "initial_state":
-            if _same_view(target, source):
-                continue
-            remedy = "pass the very same tensor to update states in place, or separate memory"
-        raise ValueError(f"{name} must not share memory with {other}, got overlapping views; {remedy}")
+def _check_aliasing(names: tuple[str, ...], tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
+    """Two views whose address ranges meet: the one that is written must share no element with the other."""
+    written, source = tensors[target], tensors[other]
+    if written is None or source is None or not _overlap(written, source):
+        return
+    remedy = "allocate it separately"
+    if (names[target], names[other]) == ("final_state", "initial_state"):
+        if _same_view(written, source):
+            return
+        remedy = "pass the very same tensor to update states in place, or separate memory"
+    raise ValueError(f"{names[target]} must not share memory with {names[other]}, got overlapping views; {remedy}")
 
 
 def check_summary(
@@ -377,8 +380,9 @@ def _problem(
     lower_bound: float,
     cu_seqlens: Tensor | None,
     scale: float,
+    key: Key | None = None,
 ) -> Problem:
-    """The packed call; reads contents where that is free or asked for."""
+    """The call; reads contents where that is free or asked for."""
     g = tensors["g"]
     batch, tokens, heads, dim = g.shape
     num_sequences, max_len = batch, tokens
@@ -396,21 +400,18 @@ def _problem(
 
     if dt_bias is not None and dt_bias.dim() == 1:
         dt_bias = dt_bias.reshape(heads, dim)
-    flat = {name: x[0] if batch == 1 else x.reshape(batch * tokens, *x.shape[2:]) for name, x in tensors.items()}
-    copied = () if batch == 1 else tuple(n for n, x in tensors.items() if flat[n].data_ptr() != x.data_ptr())
-    g = flat["g"]
     inputs = Inputs(
-        flat.get("q"),
-        flat.get("k", g),
-        flat.get("v", g),
+        tensors.get("q"),
+        tensors.get("k", g),
+        tensors.get("v", g),
         g,
-        flat["beta"] if "beta" in flat else g[:, :, 0],
+        tensors["beta"] if "beta" in tensors else g[..., 0],
         A_log,
         dt_bias,
         float(lower_bound),
         float(scale),
     )
-    return Problem(inputs, cu_seqlens, num_sequences, max_len, copied)
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, key)
 
 
 def _number(name: str, value: float) -> float:

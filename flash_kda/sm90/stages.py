@@ -1,54 +1,83 @@
 """The stages on Hopper: tensors to kernel arguments, shapes to grids. Same signatures as reference/stages.py.
 
 What the kernels cannot take is refused by name (:func:`refusal`) before anything is launched; nothing is copied to make it
-fit.
+fit. What depends on shapes, strides and dtypes alone is worked out once for each kind of call and kept.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..constants import HEAD_DIM
 from ..reference.inputs import Inputs
 from . import launch
 from .kernels import flags
 
+V = TypeVar("V")
+Key = tuple[object, ...]
+
 VECTOR = 8
 """bf16 elements in 16 bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
 
+KEPT = 1024
+"""Kinds of calls that are remembered."""
 
-def refusal(inputs: Inputs, out: Tensor, states: tuple[Tensor | None, ...]) -> str | None:
+_refusals: dict[Key, str | None] = {}
+_calls: dict[Key, _Call] = {}
+
+
+def refusal(
+    inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None, key: Key | None = None
+) -> str | None:
     """Why the kernels cannot take these tensors, or None.
 
     Args:
-        inputs: packed tensors.
-        out: ``[B, T, H, V]``.
-        states: initial and final state.
+        inputs: the tensors, with or without batch axis.
+        out: like q.
+        initial_state, final_state: ``[N, H, V, K]`` or None.
+        key: equal for calls that differ only in addresses and contents; lets the answer be remembered.
     """
-    if out.shape[0] > 1 and out.stride(0) != out.shape[1] * out.stride(1):
-        return f"out has batch stride {out.stride(0)}, the kernels need T token strides"
-    q = inputs.q
-    for name, x in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out)):
-        if x is None:
-            return f"{name} is missing"
+    if key is None or key not in _refusals:
+        reason = _refusal(inputs, out, initial_state, final_state)
+        if key is not None:
+            _remember(_refusals, key, reason)
+    else:
+        reason = _refusals[key]
+    if reason is None:
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out)):
+            if x is not None and x.data_ptr() & 15:
+                return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
+    return reason
+
+
+def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> str | None:
+    if inputs.q is None:
+        return "there is no q"
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "out": out, "beta": inputs.beta}
+    for name, x in named.items():
         if x.dtype != torch.bfloat16:
             return f"{name} is {x.dtype}, the kernels read bfloat16"
-        token, head, channel = x.stride()[-3:]
-        if channel != 1 or token % VECTOR or head % VECTOR or x.data_ptr() % 16 or (token == 0 and x.shape[-3] > 1):
+        token = x.dim() - (2 if name == "beta" else 3)
+        if token and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+            return f"{name} has batch stride {x.stride(0)}, the kernels need T token strides, {x.shape[1] * x.stride(1)}"
+        if name == "beta":
+            continue
+        strides = x.stride()[token:]
+        expanded = any(s == 0 and n > 1 for s, n in zip(strides, x.shape[token:], strict=True))
+        if strides[2] != 1 or strides[0] % VECTOR or strides[1] % VECTOR or expanded:
             return (
-                f"{name} has strides {(token, head, channel)} and address {x.data_ptr():#x}; the kernels need a last stride "
-                "of 1, others that are positive multiples of 8 elements, and a 16-byte aligned address"
+                f"{name} has strides {strides} for (token, head, channel), the kernels need 1 for the last and positive "
+                f"multiples of {VECTOR} elements for the others"
             )
-    if inputs.beta.dtype != torch.bfloat16:
-        return f"beta is {inputs.beta.dtype}, the kernels read bfloat16"
     for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias)):
         if parameter is not None and not parameter.is_contiguous():
             return f"{name} has strides {parameter.stride()}, the kernels need it contiguous"
-    for name, state in zip(("initial_state", "final_state"), states, strict=True):
-        if state is not None and state.stride()[1:] != (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1):
+    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+        if state is not None and not state[0:1].is_contiguous():
             return f"{name} has strides {state.stride()}, the kernels need contiguous [H,V,K] slots"
     return None
 
@@ -63,83 +92,129 @@ def forward(
     in_index: Tensor | None = None,
     final_state: Tensor | None = None,
     out_index: Tensor | None = None,
+    key: Key | None = None,
 ) -> None:
     """Outputs of every segment, and the states at their ends; see reference/stages.py.
 
     One launch on the current stream of the tensors' device; allocates nothing and does not wait.
 
     Args:
+        inputs, out: with or without batch axis.
         cu_seqlens: as there, or None for segments of ``max_len`` tokens each.
         in_index, out_index: int32.
+        key: equal for calls that differ only in addresses and contents; None if not known.
     """
-    tokens, heads = inputs.tokens, inputs.heads
-    q, k, v, g, beta = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
-    assert q is not None
-    if tokens == 0:  # a tensor map cannot describe nothing
+    if inputs.tokens == 0:  # a tensor map cannot describe nothing
         if final_state is not None:
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         return
-    segments = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
-    items = segments * heads
-    if items == 0:
+    call = None if key is None else _calls.get(key)
+    if call is None:
+        call = _Call.of(inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index)
+        if key is not None:
+            _remember(_calls, key, call)
+    if call.grid == 0:
         return
-    bits = 0
-    if inputs.A_log is not None:
-        bits |= flags.HAS_A_LOG
-    if inputs.dt_bias is not None:
-        bits |= flags.HAS_DT_BIAS
-    if initial_state is not None:
-        bits |= flags.HAS_INITIAL | (flags.INITIAL_BF16 if initial_state.dtype == torch.bfloat16 else 0)
-    if in_index is not None:
-        bits |= flags.HAS_IN_INDEX
-    if final_state is not None:
-        bits |= flags.HAS_FINAL | (flags.FINAL_BF16 if final_state.dtype == torch.bfloat16 else 0)
-    if out_index is not None:
-        bits |= flags.HAS_OUT_INDEX
-    device = out.device.index
-    # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
-    split = 2 if 2 * items <= _multiprocessors(device) else 1
-    beta_t, beta_h = beta.stride()
-    out_t, out_h, _ = out.stride()
-    launch.kernel("forward_split_v" if split == 2 else "forward").launch(
-        device,
-        (items * split, 1, 1),
-        (q.data_ptr(), q.shape, q.stride()),
-        (k.data_ptr(), k.shape, k.stride()),
-        (v.data_ptr(), v.shape, v.stride()),
-        (g.data_ptr(), g.shape, g.stride()),
-        (out.data_ptr(), out.shape, out.stride()),
-        beta.data_ptr(),
+    q = inputs.q
+    assert q is not None
+    q_view, k_view, v_view, g_view, out_view = call.views
+    launch.kernel(call.kernel).launch(
+        call.device,
+        (call.grid, 1, 1),
+        (q.data_ptr(), *q_view),
+        (inputs.k.data_ptr(), *k_view),
+        (inputs.v.data_ptr(), *v_view),
+        (inputs.g.data_ptr(), *g_view),
+        (out.data_ptr(), *out_view),
+        inputs.beta.data_ptr(),
         out.data_ptr(),
-        _address(inputs.A_log),
-        _address(inputs.dt_bias),
-        _address(cu_seqlens),
-        _address(initial_state),
-        _address(final_state),
-        _address(in_index),
-        _address(out_index),
-        heads,
-        heads // q.shape[1],
-        items,
-        tokens,
-        -1 if cu_seqlens is not None else max_len,
-        cu_seqlens.element_size() // 4 if cu_seqlens is not None else 1,
-        bits,
-        0 if initial_state is None else initial_state.shape[0],
-        0 if final_state is None else final_state.shape[0],
-        beta_t,
-        beta_h,
-        out_t,
-        out_h,
-        0 if initial_state is None else initial_state.stride(0),
-        0 if final_state is None else final_state.stride(0),
-        inputs.lower_bound,
-        inputs.scale,
+        *(
+            0 if x is None else x.data_ptr()
+            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, initial_state, final_state, in_index, out_index)
+        ),
+        *call.scalars,
     )
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+@dataclass(frozen=True)
+class _Call:
+    """What a launch needs besides addresses.
+
+    Attributes:
+        kernel: the variant.
+        device: its index.
+        grid: CTAs; 0 if there is nothing to do.
+        views: (shape, strides) of q, k, v, g, out as ``[T, H, 128]``.
+        scalars: the arguments that follow the pointers.
+    """
+
+    kernel: str
+    device: int
+    grid: int
+    views: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    scalars: tuple[int | float, ...]
+
+    @staticmethod
+    def of(
+        inputs: Inputs,
+        cu_seqlens: Tensor | None,
+        out: Tensor,
+        max_len: int,
+        initial_state: Tensor | None,
+        in_index: Tensor | None,
+        final_state: Tensor | None,
+        out_index: Tensor | None,
+    ) -> _Call:
+        q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
+        assert q is not None
+        segments = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
+        items = segments * heads
+        # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
+        split = 2 if 2 * items <= _multiprocessors(out.device.index) else 1
+        bits = sum(
+            bit
+            for given, bit in (
+                (inputs.A_log, flags.HAS_A_LOG),
+                (inputs.dt_bias, flags.HAS_DT_BIAS),
+                (initial_state, flags.HAS_INITIAL),
+                (in_index, flags.HAS_IN_INDEX),
+                (final_state, flags.HAS_FINAL),
+                (out_index, flags.HAS_OUT_INDEX),
+            )
+            if given is not None
+        )
+        for state, bit in ((initial_state, flags.INITIAL_BF16), (final_state, flags.FINAL_BF16)):
+            bits |= bit if state is not None and state.dtype == torch.bfloat16 else 0
+        slots = [(0, 0) if state is None else (state.shape[0], state.stride(0)) for state in (initial_state, final_state)]
+        return _Call(
+            "forward_split_v" if split == 2 else "forward",
+            out.device.index,
+            items * split,
+            tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (q, inputs.k, inputs.v, inputs.g, out)),
+            (
+                heads,
+                heads // q.shape[-2],
+                items,
+                tokens,
+                max_len if cu_seqlens is None else -1,
+                1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                bits,
+                slots[0][0],
+                slots[1][0],
+                *inputs.beta.stride()[-2:],
+                *out.stride()[-3:-1],
+                slots[0][1],
+                slots[1][1],
+                inputs.lower_bound,
+                inputs.scale,
+            ),
+        )
+
+
+def _remember(table: dict[Key, V], key: Key, value: V) -> None:
+    if len(table) >= KEPT:
+        table.clear()
+    table[key] = value
 
 
 @functools.cache

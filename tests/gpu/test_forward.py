@@ -26,7 +26,7 @@ def on_gpu(case: cases.Case) -> cases.Case:
 
 def fwd(case, initial_state=None, final_state=None, cu_seqlens=None, **options):
     """On the kernel or not at all; outputs poisoned with NaN unless given."""
-    arguments = case.fwd(initial_state=initial_state, final_state=final_state, cu_seqlens=cu_seqlens, **options)
+    arguments = {**vars(case), "out": options.pop("out", None), "initial_state": initial_state, "final_state": final_state, "cu_seqlens": cu_seqlens}
     out, final = flash_kda.fwd(**arguments, impl="sm90")
     assert flash_kda.last_path() == "sm90"
     return out, final
