@@ -49,14 +49,13 @@ def forward_args(q, k, v, g, beta, a_log, dt_bias, out, *, cu_seqlens=None, seq_
         n_segments = cu_seqlens.numel() - 1
         cu_words = cu_seqlens.element_size() // 4
         cu_seqlens = cu_seqlens.view(torch.int32)
-    none = beta.view(torch.int32) if False else torch.empty(0, dtype=torch.int32, device=q.device)
+    none = torch.empty(0, dtype=torch.int32, device=q.device)
     flags = 0
 
     def state(x, present, is_bf16):
         if x is None:
             return none.view(torch.float32), 0, 0, 0
-        return (x.view(torch.float32) if x.dtype == torch.bfloat16 and x.is_contiguous() else x, x.stride(0), x.shape[0],
-                present | (is_bf16 if x.dtype == torch.bfloat16 else 0))
+        return x.view(torch.float32), x.stride(0), x.shape[0], present | (is_bf16 if x.dtype == torch.bfloat16 else 0)
 
     h0, h0_stride, in_slots, f0 = state(initial_state, kernel.HAS_INITIAL.value, kernel.INITIAL_BF16.value)
     ht, ht_stride, out_slots, f1 = state(final_state, kernel.HAS_FINAL.value, kernel.FINAL_BF16.value)
