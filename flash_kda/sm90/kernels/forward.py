@@ -21,18 +21,20 @@ Warp roles
                 alternates first and second tiles
 
 Shared memory, for each of SP stages (factors replace raw inputs in place)
-    kq [64, 128] bf16   rows 0-31 k, then W; rows 32-63 q, then Q: one N = 64 wgmma operand
-    gv [64, 128] bf16   rows 0-31 g, then m, then Kr; rows 32-63 v, then U (VSPLIT: columns 0-63 only)
-    z  [32, 32] bf16    Z; its upper right quadrant is zeroed once
-    a, a1 [128] fp32    gamma of the step; gamma1
-    rq [32] fp32        scale 2^-SHIFT / |q|
+    tile [128, 128] bf16   rows 0-31 k, then W; 32-63 q, then Q (with W one N = 64 wgmma operand); 64-95 g, then m, then
+                           Kr; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
+    vec [512] fp32         0-127 dt_bias, then gamma of the step; 128-255 gamma1; 256-287 beta, then scale 2^-SHIFT / |q|;
+                           288-291 META: tokens left, -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
+    z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
 Barriers, for each stage
-    rfull  the producer's TMA bytes: raw tiles are there
+    rfull  the producer: TMA bytes, and its own arrival for beta, dt_bias and META
     half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
     full   both prep warps, to the consumers: all factors are there
     empty  the consumers, to the producer: the stage may be overwritten
+The producer alone tells prep what to do: a prep warp keeps nothing but its tile count across tiles, because registers
+that live across the call into `prep_tile` are registers that it cannot use.
 
 Rows past the end of a segment may hold a neighbour's tokens. Before anything reads them they are replaced, by selection:
 zeros in k, q, v and -inf in g, which makes their decay exactly 1. They are never stored.
@@ -48,6 +50,7 @@ L2_EPS = gl.constexpr(1e-6)
 # E carries 2^20: with |G| <= 80 its range is 2^-96 .. 2^20 and that of 1/E 2^-20 .. 2^96, inside fp32 and bf16
 SHIFT = gl.constexpr(20.0)
 INV_SHIFT = gl.constexpr(2.0 ** -20)
+ER = gl.constexpr(8)    # tokens of a tile that a prep lane holds at a time: registers against independent work
 
 # bits of the `flags` argument
 HAS_INITIAL = gl.constexpr(1)
@@ -84,16 +87,27 @@ def mul_bf16(x, y):
 
 
 @gluon.jit
+def split_bf16(f, ER: gl.constexpr):
+    """A row of fp32 factors as two bf16 terms, for `mul_split`."""
+    hi = f.to(gl.bfloat16)
+    lo = (f - hi.to(gl.float32)).to(gl.bfloat16)
+    return hi[None, :].broadcast_to([ER, 128]), lo[None, :].broadcast_to([ER, 128])
+
+
+@gluon.jit
+def mul_split(x, hi, lo):
+    """bf16 x times hi + lo, rounded once: two packed instructions where unpacking to fp32 takes five."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}", "=r,r,r,r", [x, hi, lo],
+        dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
 def to_fp32(x):
     """bf16 -> fp32, two instructions a pair (the compiler's own conversion takes three)."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;}",
         "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-
-
-@gluon.jit
-def sigmoid(x):
-    return rcp(1.0 + ex2(x * -LOG2E))
 
 
 @gluon.jit
@@ -124,6 +138,12 @@ def state_slot(index_ptr, segment, has_index, n_slots):
     return gl.where(slot < n_slots, slot, -1)
 
 
+@gluon.jit
+def scalar(mem):
+    """The value of a one-element shared-memory view."""
+    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+
+
 @gluon.jit(noinline=True)
 def mask_tile(ks, qs, gs, vs, valid):
     """Replace rows >= valid of a raw tile by selection; once a segment, so not in the code that every tile runs."""
@@ -138,35 +158,53 @@ def mask_tile(ks, qs, gs, vs, valid):
 
 
 @gluon.jit
-def prep_body(kq, gv, rq_s, z_s, a_s, a1_s, rk_s, half, phase, beta_ptr, beta_stride, dt_ptr, has_dt, valid,
-              neg_rate, inv_bound, q_scale, T: gl.constexpr, VC: gl.constexpr, P32: gl.constexpr):
+def two_products(ks, qs, ms, zero, A_L: gl.constexpr, B_L: gl.constexpr):
+    """ks ms^T and qs ms^T, 64 channels at a time: whole operands would not fit the registers."""
+    A = zero
+    Z = zero
+    for j in gl.static_range(2):
+        b = ms.slice(64 * j, 64, dim=1).permute([1, 0]).load(B_L)
+        A = mma_v2(ks.slice(64 * j, 64, dim=1).load(A_L), b, A)
+        Z = mma_v2(qs.slice(64 * j, 64, dim=1).load(A_L), b, Z)
+    return A, Z
+
+
+# noinline: a copy of this code in each prep warp would not fit the instruction cache
+@gluon.jit(noinline=True)
+def prep_tile(tile, vec, z_s, rk_s, half, phase, T: gl.constexpr, VC: gl.constexpr, P32: gl.constexpr):
     """Factors of tile T (0 or 1) of a step, in place; one warp."""
     M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
     B_L: gl.constexpr = gl.DotOperandLayout(1, M2, 2)
-    E_L: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [1, 1], [1, 0])
+    E_L: gl.constexpr = gl.BlockedLayout([ER, 4], [1, 32], [1, 1], [1, 0])
     rm = gl.arange(0, 16, gl.SliceLayout(1, M2))[:, None]
     cm = gl.arange(0, 16, gl.SliceLayout(0, M2))[None, :]
     z16 = gl.zeros([16, 16], gl.float32, M2)
-    ks = kq.slice(16 * T, 16)
-    qs = kq.slice(32 + 16 * T, 16)
-    gs = gv.slice(16 * T, 16)
-    vs = gv.slice(32 + 16 * T, 16)
-    # global loads first: their latency hides behind the exponentials
-    rows = gl.arange(0, 16, gl.SliceLayout(1, M2))
-    beta_logit = gl.load(beta_ptr + rows.to(gl.int64) * beta_stride, mask=rows < valid, other=0.0)
-    ch = gl.arange(0, 128, gl.SliceLayout(0, E_L))
-    dt = gl.load(dt_ptr + ch, mask=(ch >= 0) & (has_dt != 0), other=0.0)[None, :]
+    ks = tile.slice(16 * T, 16)
+    qs = tile.slice(32 + 16 * T, 16)
+    gs = tile.slice(64 + 16 * T, 16)
+    vs = tile.slice(96 + 16 * T, 16)
+    beta_s = vec.slice(256 + 16 * T, 16)
+    valid = scalar(vec.slice(288, 1)) - 16.0 * T
+    if valid < 16.0:
+        mask_tile(ks, qs, gs, vs, valid)
+    beta = beta_s.load(gl.SliceLayout(1, M2))
+    beta_col = beta_s.load(gl.SliceLayout(0, M2))
     # |q|^2 on the tensor cores: the diagonal of q q^T
-    Qn = mma_v2(qs.load(A_L), qs.permute([1, 0]).load(B_L), z16)
-    rq = gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS)
-    rq_s.slice(16 * T, 16).store(rq * q_scale)
-    # gate, cumulative sum and exponentials: each lane owns four channels of all 16 tokens, eight at a time
-    re = gl.arange(0, 8, gl.SliceLayout(1, E_L))[:, None]
-    for h in gl.static_range(2):
-        kh = ks.slice(8 * h, 8)
-        qh = qs.slice(8 * h, 8)
-        gh = gs.slice(8 * h, 8)
+    Qn = z16
+    for j in gl.static_range(2):
+        qj = qs.slice(64 * j, 64, dim=1)
+        Qn = mma_v2(qj.load(A_L), qj.permute([1, 0]).load(B_L), Qn)
+    beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(291, 1)))
+    # gate, cumulative sum and exponentials: each lane owns four channels of all 16 tokens, ER at a time
+    dt = vec.slice(0, 128).load(gl.SliceLayout(0, E_L))[None, :]
+    neg_rate = scalar(vec.slice(289, 1))
+    inv_bound = scalar(vec.slice(290, 1))
+    re = gl.arange(0, ER, gl.SliceLayout(1, E_L))[:, None]
+    for h in gl.static_range(16 // ER):
+        kh = ks.slice(ER * h, ER)
+        qh = qs.slice(ER * h, ER)
+        gh = gs.slice(ER * h, ER)
         # sigmoid's argument as a sum, then a product: the sum is 0 exactly where it should be, whatever the rate
         x = (to_fp32(gh.load(E_L)) + dt) * neg_rate
         lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
@@ -175,7 +213,7 @@ def prep_body(kq, gv, rq_s, z_s, a_s, a1_s, rk_s, half, phase, beta_ptr, beta_st
         else:
             lg = gl.where(re == 0, lg + carry[None, :], lg)
         G = gl.associative_scan(lg, 0, add)
-        carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
+        carry = gl.sum(gl.where(re == ER - 1, G, 0.0), 0)
         E = ex2(G)
         k = kh.load(E_L)
         q = qh.load(E_L)
@@ -183,39 +221,28 @@ def prep_body(kq, gv, rq_s, z_s, a_s, a1_s, rk_s, half, phase, beta_ptr, beta_st
             kf = to_fp32(k)
             kh.store((kf * E).to(gl.bfloat16))
             qh.store((to_fp32(q) * E).to(gl.bfloat16))
-            km = (kf * ex2_neg(G)).to(gl.bfloat16)
+            gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
         else:
             Eb = E.to(gl.bfloat16)
             kh.store(mul_bf16(k, Eb))
             qh.store(mul_bf16(q, Eb))
-            km = mul_bf16(k, ex2_neg(G).to(gl.bfloat16))
-        gh.store(km)
-        if h == 0:
-            km0 = km
-        else:
-            km1 = km
+            gh.store(mul_bf16(k, ex2_neg(G).to(gl.bfloat16)))
     gamma_shifted = ex2(carry)
     gamma = gamma_shifted * INV_SHIFT
-    # 16x16 products; Kr replaces m once its fragments are in registers
-    kB = gs.permute([1, 0]).load(B_L)
-    if P32:
-        gm = gamma_shifted[None, :]
-        gs.slice(0, 8).store((to_fp32(km0) * gm).to(gl.bfloat16))
-        gs.slice(8, 8).store((to_fp32(km1) * gm).to(gl.bfloat16))
-    else:
-        gm = gamma_shifted.to(gl.bfloat16)[None, :].broadcast_to([8, 128])
-        gs.slice(0, 8).store(mul_bf16(km0, gm))
-        gs.slice(8, 8).store(mul_bf16(km1, gm))
-    if T == 0:
-        a1_s.store(gamma)
-    A = mma_v2(ks.load(A_L), kB, z16)
-    Z = mma_v2(qs.load(A_L), kB, z16) * (1.0 / INV_SHIFT)
+    # 16x16 products
+    A, Z = two_products(ks, qs, gs, z16, A_L, B_L)
+    Z = Z * (1.0 / INV_SHIFT)
     z_s.slice(16 * T, 16).slice(16 * T, 16, dim=1).store(gl.where(rm >= cm, Z, 0.0).to(gl.bfloat16))
+    # m becomes Kr
+    hi, lo = split_bf16(gamma_shifted, ER)
+    for h in gl.static_range(16 // ER):
+        gh = gs.slice(ER * h, ER)
+        gh.store(mul_split(gh.load(E_L), hi, lo))
+    if T == 0:
+        vec.slice(128, 128).store(gamma)
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
-    beta = sigmoid(beta_logit.to(gl.float32))
-    beta_col = gl.convert_layout(beta, gl.SliceLayout(0, M2))
     # (I + N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation
     N = gl.where(rm > cm, A * (-beta * rk)[:, None] * rkc[None, :], 0.0)
     NB = gl.convert_layout(N.to(gl.bfloat16), B_L)
@@ -232,115 +259,77 @@ def prep_body(kq, gv, rq_s, z_s, a_s, a1_s, rk_s, half, phase, beta_ptr, beta_st
     TU = gl.convert_layout(tu.to(gl.bfloat16), A_L)
     if T == 1:
         mbarrier.wait(half, phase)
-        g1 = gv.slice(0, 16)
-        kB1 = g1.permute([1, 0]).load(B_L)
-        L21 = mma_v2(ks.load(A_L), kB1, z16)
-        Z21 = mma_v2(qs.load(A_L), kB1, z16)
+        g1 = tile.slice(64, 16)
+        L21, Z21 = two_products(ks, qs, g1, z16, A_L, B_L)
         z_s.slice(16, 16).slice(0, 16, dim=1).store(Z21.to(gl.bfloat16))
         C = mma_v2(TW, gl.convert_layout(L21.to(gl.bfloat16), B_L), z16)
         C = gl.convert_layout((-C).to(gl.bfloat16), A_L)
-        gamma1 = a1_s.load(gl.SliceLayout(0, E_L))
-        a_s.store(gamma1 * gamma)
-        if P32:
-            f1 = gamma1[None, :]
-            f2 = gamma[None, :]
-        else:
-            f1 = gamma1.to(gl.bfloat16)[None, :].broadcast_to([8, 128])
-            f2 = gamma.to(gl.bfloat16)[None, :].broadcast_to([8, 128])
-        for h in gl.static_range(2):
-            kh = ks.slice(8 * h, 8)
-            qh = qs.slice(8 * h, 8)
-            gh = g1.slice(8 * h, 8)
-            if P32:
-                kh.store((to_fp32(kh.load(E_L)) * f1).to(gl.bfloat16))
-                qh.store((to_fp32(qh.load(E_L)) * f1).to(gl.bfloat16))
-                gh.store((to_fp32(gh.load(E_L)) * f2).to(gl.bfloat16))
-            else:
-                kh.store(mul_bf16(kh.load(E_L), f1))
-                qh.store(mul_bf16(qh.load(E_L), f1))
-                gh.store(mul_bf16(gh.load(E_L), f2))
+        gamma1 = vec.slice(128, 128).load(gl.SliceLayout(0, E_L))
+        vec.slice(0, 128).store(gamma1 * gamma)
+        hi1, lo1 = split_bf16(gamma1, ER)
+        hi2, lo2 = split_bf16(gamma, ER)
+        for h in gl.static_range(16 // ER):
+            qh = qs.slice(ER * h, ER)
+            gh = g1.slice(ER * h, ER)
+            qh.store(mul_split(qh.load(E_L), hi1, lo1))
+            gh.store(mul_split(gh.load(E_L), hi2, lo2))
     zero = gl.zeros([16, 64], gl.float32, M2)
     for j in gl.static_range(2):
         W = mma_v2(TW, ks.slice(64 * j, 64, dim=1).load(B_L), zero)
         if T == 1:
-            W = mma_v2(C, kq.slice(0, 16).slice(64 * j, 64, dim=1).load(B_L), W)
+            W = W * vec.slice(128 + 64 * j, 64).load(gl.SliceLayout(0, M2))[None, :]
+            W = mma_v2(C, tile.slice(0, 16).slice(64 * j, 64, dim=1).load(B_L), W)
         ks.slice(64 * j, 64, dim=1).store(W.to(gl.bfloat16))
         if 64 * j < VC:
             U = mma_v2(TU, vs.slice(64 * j, 64, dim=1).load(B_L), zero)
             if T == 1:
-                U = mma_v2(C, gv.slice(32, 16).slice(64 * j, 64, dim=1).load(B_L), U)
+                U = mma_v2(C, tile.slice(96, 16).slice(64 * j, 64, dim=1).load(B_L), U)
             vs.slice(64 * j, 64, dim=1).store(U.to(gl.bfloat16))
 
 
-# noinline: a copy of this code in each prep warp would not fit the instruction cache
-@gluon.jit(noinline=True)
-def prep_tile(kq, gv, rq_s, z_s, a_s, a1_s, rk_s, half, phase, beta_ptr, beta_stride, dt_ptr, has_dt, valid,
-              neg_rate, inv_bound, q_scale, T: gl.constexpr, VC: gl.constexpr, P32: gl.constexpr):
-    prep_body(kq, gv, rq_s, z_s, a_s, a1_s, rk_s, half, phase, beta_ptr, beta_stride, dt_ptr, has_dt, valid,
-              neg_rate, inv_bound, q_scale, T, VC, P32)
+@gluon.jit
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, P32: gl.constexpr):
+    tile_s, vec_s, z_s, rk_s, bars = smem
+    rfull, half, full, empty = bars
+    i = WID
+    mbarrier.wait(rfull.index(i // 2), 0)
+    left = scalar(vec_s.index(i // 2).slice(288, 1))
+    while left > 0.0:
+        s = (i // 2) % SP
+        phase = (i // (2 * SP)) & 1
+        if i % 2 == 0:
+            prep_tile(tile_s.index(s), vec_s.index(s), z_s.index(s), rk_s.index(WID), half.index(s), phase,
+                      0, 128 // VSPLIT, P32)
+            fence_async_shared()
+            mbarrier.arrive(half.index(s), count=1)
+        else:
+            prep_tile(tile_s.index(s), vec_s.index(s), z_s.index(s), rk_s.index(WID), half.index(s), phase,
+                      1, 128 // VSPLIT, P32)
+            fence_async_shared()
+        mbarrier.arrive(full.index(s), count=1)
+        i += NP
+        mbarrier.wait(rfull.index((i // 2) % SP), (i // (2 * SP)) & 1)
+        left = scalar(vec_s.index((i // 2) % SP).slice(288, 1))
 
 
 @gluon.jit
-def prep_warp(work, smem, params, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
-              P32: gl.constexpr):
+def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr,
+                  VSPLIT: gl.constexpr):
+    """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
-    kq_s, gv_s, z_s, a_s, a1_s, rq_s, rk_s, rfull, half, full, empty = smem
-    beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale = params
+    tile_s, vec_s, z_s, rk_s, bars = smem
+    rfull, half, full, empty = bars
+    beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
+    # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
+    boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    lane = gl.arange(0, 32, V1)
+    ch = gl.arange(0, 128, V4)
+    field = gl.arange(0, 4, V1)
+    part = gl.program_id(0) % VSPLIT
     # log2(alpha) = bound / (1 + 2^x), written 1 / (inv + inv 2^x); a bound of 0 becomes one too small to matter
     inv_bound = 1.0 / (gl.minimum(lower_bound, -1e-30) * LOG2E)
-    q_scale = scale * INV_SHIFT
-    first = 0      # running index of the item's first tile in this CTA
-    mine = WID     # running index of this warp's next tile
-    for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
-        segment = item // heads
-        head = item % heads
-        begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
-        last = first + 2 * ((length + 31) // 32)
-        if mine < last:
-            rate = 1.0
-            if (flags & HAS_A_LOG) != 0:
-                rate = ex2(gl.load(a_log_ptr + head) * LOG2E)
-            # finite and not 0, so that neither inf * 0 nor 0 * inf (a masked row) can arise
-            neg_rate = -gl.minimum(gl.maximum(rate * LOG2E, 1e-37), 3e38)
-            for i in range(mine, last, NP):
-                p = i // 2
-                s = p % SP
-                ph = (p // SP) & 1
-                token = (i - first) * 16
-                valid = length - token
-                bp = beta_ptr + (begin + token).to(gl.int64) * beta_t + head * beta_h
-                kq = kq_s.index(s)
-                gv = gv_s.index(s)
-                mbarrier.wait(rfull.index(s), ph)
-                if i % 2 == 0:
-                    if valid < 16:
-                        mask_tile(kq.slice(0, 16), kq.slice(32, 16), gv.slice(0, 16), gv.slice(32, 16), valid)
-                    prep_tile(kq, gv, rq_s.index(s), z_s.index(s), a_s.index(s), a1_s.index(s), rk_s.index(WID),
-                              half.index(s), ph, bp, beta_t, dt_ptr + head * 128, flags & HAS_DT_BIAS, valid,
-                              neg_rate, inv_bound, q_scale, 0, 128 // VSPLIT, P32)
-                    fence_async_shared()
-                    mbarrier.arrive(half.index(s), count=1)
-                else:
-                    if valid < 16:
-                        mask_tile(kq.slice(16, 16), kq.slice(48, 16), gv.slice(16, 16), gv.slice(48, 16), valid)
-                    prep_tile(kq, gv, rq_s.index(s), z_s.index(s), a_s.index(s), a1_s.index(s), rk_s.index(WID),
-                              half.index(s), ph, bp, beta_t, dt_ptr + head * 128, flags & HAS_DT_BIAS, valid,
-                              neg_rate, inv_bound, q_scale, 1, 128 // VSPLIT, P32)
-                    fence_async_shared()
-                mbarrier.arrive(full.index(s), count=1)
-                mine += NP
-        first = last
-
-
-@gluon.jit
-def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, qk_group, SP: gl.constexpr, VSPLIT: gl.constexpr):
-    cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
-    kq_s, gv_s, z_s, a_s, a1_s, rq_s, rk_s, rfull, half, full, empty = smem
-    # the [64, 128] operand tiles as the four [32, 64] swizzled boxes that TMA writes
-    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    kq_b = kq_s._reinterpret(gl.bfloat16, [4 * SP, 32, 1, 64], BOX)
-    gv_b = gv_s._reinterpret(gl.bfloat16, [4 * SP, 32, 1, 64], BOX)
-    part = gl.program_id(0) % VSPLIT
     s = 0
     phase = 1
     for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
@@ -348,27 +337,51 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, qk_group, SP: gl.c
         head = item % heads
         qk_head = head // qk_group
         begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
-        for t in range(begin, begin + length, 32):
+        dt = gl.load(dt_ptr + head * 128 + ch, mask=(ch >= 0) & ((flags & HAS_DT_BIAS) != 0), other=0.0)
+        rate = 1.0
+        if (flags & HAS_A_LOG) != 0:
+            rate = ex2(gl.load(a_log_ptr + head) * LOG2E)
+        # finite and not 0, so that neither inf * 0 nor 0 * inf (a masked row) can arise
+        neg_rate = -gl.minimum(gl.maximum(rate * LOG2E, 1e-37), 3e38)
+        meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
+        beta_head = beta_ptr + head.to(gl.int64) * beta_h
+        for left in range(length, 0, -32):
+            t = begin + (length - left)
+            logit = gl.load(beta_head + (t + lane).to(gl.int64) * beta_t, mask=lane < left, other=0.0).to(gl.float32)
             bar = rfull.index(s)
             mbarrier.wait(empty.index(s), phase)
             mbarrier.expect(bar, 32 * 256 * 3 + 32 * 256 // VSPLIT)
             for j in gl.static_range(2):
-                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, gv_b.index(4 * s + 2 * j))
-                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, kq_b.index(4 * s + 2 * j))
-                tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, kq_b.index(4 * s + 2 * j + 1))
+                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
+                tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
+                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 if j < 2 // VSPLIT:
-                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, gv_b.index(4 * s + 2 * j + 1))
+                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
+            vec = vec_s.index(s)
+            vec.slice(0, 128).store(dt)
+            vec.slice(256, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
+            vec.slice(288, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
+            mbarrier.arrive(bar, count=1)
             s += 1
             if s == SP:
                 s = 0
                 phase ^= 1
+    for _ in range((NP + 1) // 2):
+        mbarrier.wait(empty.index(s), phase)
+        vec_s.index(s).slice(288, 4).store(gl.full([4], 0.0, gl.float32, V1))
+        mbarrier.arrive(rfull.index(s), count=2)
+        s += 1
+        if s == SP:
+            s = 0
+            phase ^= 1
 
 
 @gluon.jit
 def consumer(work, smem, o_s, out_desc, outputs, states, WG: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
     """64 V channels of the recurrence: P|O = St [W|Q]^T is one N = 64 product a step, then S and out take R."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
-    kq_s, gv_s, z_s, a_s, a1_s, rq_s, rk_s, rfull, half, full, empty = smem
+    tile_s, vec_s, z_s, rk_s, bars = smem
+    rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -403,18 +416,19 @@ def consumer(work, smem, o_s, out_desc, outputs, states, WG: gl.constexpr, SP: g
                     S = gl.load(h0_ptr + off + s_off)
         for left in range(length, 0, -32):
             mbarrier.wait(full.index(s), phase)
-            gv = gv_s.index(s)
+            tile = tile_s.index(s)
+            vec = vec_s.index(s)
             Sb = gl.convert_layout(S.to(gl.bfloat16), A_P, assert_trivial=True)
-            PQ = warpgroup_mma(Sb, kq_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            S = S * a_s.index(s).load(gl.SliceLayout(0, S_L))[None, :]
+            PQ = warpgroup_mma(Sb, tile.slice(0, 64).permute([1, 0]), zero, use_acc=False, is_async=True)
+            S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
             PQ = warpgroup_mma_wait(0, deps=(PQ,))
-            u = gv.slice(32, 32).slice(64 * WG, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
-            rq = rq_s.index(s).load(gl.SliceLayout(0, R_L))
+            u = tile.slice(96, 32).slice(64 * WG, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
+            rq = vec.slice(256, 32).load(gl.SliceLayout(0, R_L))
             P, O = gl.split(gl.permute(gl.reshape(PQ, [64, 2, 32]), [0, 2, 1]))
             P = gl.convert_layout(P, R_L, assert_trivial=True)
             O = gl.convert_layout(O, R_L, assert_trivial=True)
             R = (u - P).to(gl.bfloat16)
-            S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), gv.slice(0, 32), S, is_async=True)
+            S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
             OZ = warpgroup_mma(gl.convert_layout(R, A_R, assert_trivial=True), z_s.index(s).permute([1, 0]), zero32,
                                use_acc=False, is_async=True)
             S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
@@ -444,7 +458,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, WG: gl.constexpr, SP: g
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots",
+                              "out_slots", "beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"))
 def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
@@ -452,12 +467,9 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
                 P32: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    kq_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 64, 128], TILE)
-    gv_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 64, 128], TILE)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
+    vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     z_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 32, 32], gl.NVMMASharedLayout(32, 16, 2))
-    a_s = gl.allocate_shared_memory(gl.float32, [SP, 128], VEC)
-    a1_s = gl.allocate_shared_memory(gl.float32, [SP, 128], VEC)
-    rq_s = gl.allocate_shared_memory(gl.float32, [SP, 32], VEC)
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
     o0 = gl.allocate_shared_memory(gl.bfloat16, [32, 64], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
@@ -467,14 +479,14 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
     for j in gl.static_range(SP):
         z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
-        mbarrier.init(rfull.index(j), count=1)
+        mbarrier.init(rfull.index(j), count=2)
         mbarrier.init(half.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=2 // VSPLIT)
     fence_async_shared()
     work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
-    smem = (kq_s, gv_s, z_s, a_s, a1_s, rq_s, rk_s, rfull, half, full, empty)
-    params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale)
+    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
+    params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond that setmaxnreg is dropped silently.
@@ -483,28 +495,28 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
         gl.warp_specialize([
             (consumer, (work, smem, o0, out_desc, outputs, states, 0, SP, VSPLIT)),
             (consumer, (work, smem, o1, out_desc, outputs, states, 1, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, qk_group, SP, VSPLIT)),
-            (prep_warp, (work, smem, params, 0, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 1, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 2, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 3, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 4, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 5, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 6, NP, SP, VSPLIT, P32)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, P32)),
         ], [4, 1, 1, 1, 1, 1, 1, 1, 1], [CR, PR, PR, PR, PR, PR, PR, PR, PR])
     else:
         gl.warp_specialize([
             (consumer, (work, smem, o0, out_desc, outputs, states, 0, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, qk_group, SP, VSPLIT)),
-            (prep_warp, (work, smem, params, 0, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 1, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 2, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 3, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 4, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 5, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 6, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 7, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 8, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 9, NP, SP, VSPLIT, P32)),
-            (prep_warp, (work, smem, params, 10, NP, SP, VSPLIT, P32)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, P32)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
