@@ -24,10 +24,9 @@ class ForwardConfig:
     np: int = 7
     sp: int = 6
     vsplit: int = 1
-    p32: int = 1
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, P32=self.p32)
+        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit)
 
 
 SERIAL = ForwardConfig()

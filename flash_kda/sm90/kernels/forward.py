@@ -50,7 +50,6 @@ L2_EPS = gl.constexpr(1e-6)
 # E carries 2^20: with |G| <= 80 its range is 2^-96 .. 2^20 and that of 1/E 2^-20 .. 2^96, inside fp32 and bf16
 SHIFT = gl.constexpr(20.0)
 INV_SHIFT = gl.constexpr(2.0 ** -20)
-ER = gl.constexpr(8)    # tokens of a tile that a prep lane holds at a time: registers against independent work
 
 # bits of the `flags` argument
 HAS_INITIAL = gl.constexpr(1)
@@ -81,17 +80,11 @@ def rcp(x):
 
 
 @gluon.jit
-def mul_bf16(x, y):
-    """bf16 product, two elements an instruction."""
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def split_bf16(f, ER: gl.constexpr):
+def split_bf16(f):
     """A row of fp32 factors as two bf16 terms, for `mul_split`."""
     hi = f.to(gl.bfloat16)
     lo = (f - hi.to(gl.float32)).to(gl.bfloat16)
-    return hi[None, :].broadcast_to([ER, 128]), lo[None, :].broadcast_to([ER, 128])
+    return hi[None, :].broadcast_to([8, 128]), lo[None, :].broadcast_to([8, 128])
 
 
 @gluon.jit
@@ -169,25 +162,35 @@ def two_products(ks, qs, ms, zero, A_L: gl.constexpr, B_L: gl.constexpr):
     return A, Z
 
 
-# noinline: a copy of this code in each prep warp would not fit the instruction cache
+# One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
+# (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile, vec, z_s, rk_s, half, phase, T: gl.constexpr, VC: gl.constexpr, P32: gl.constexpr):
-    """Factors of tile T (0 or 1) of a step, in place; one warp."""
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
+    """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
     B_L: gl.constexpr = gl.DotOperandLayout(1, M2, 2)
-    E_L: gl.constexpr = gl.BlockedLayout([ER, 4], [1, 32], [1, 1], [1, 0])
+    E_L: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [1, 1], [1, 0])
+    C_L: gl.constexpr = gl.SliceLayout(0, E_L)
     rm = gl.arange(0, 16, gl.SliceLayout(1, M2))[:, None]
     cm = gl.arange(0, 16, gl.SliceLayout(0, M2))[None, :]
     z16 = gl.zeros([16, 16], gl.float32, M2)
-    ks = tile.slice(16 * T, 16)
-    qs = tile.slice(32 + 16 * T, 16)
-    gs = tile.slice(64 + 16 * T, 16)
-    vs = tile.slice(96 + 16 * T, 16)
-    beta_s = vec.slice(256 + 16 * T, 16)
+    # Views with a run-time first row: a stage is two column panels of sixteen 8-row blocks of [8, 64]; a block may be
+    # looked at as the [128, 128] or [128, 64] tile that starts at it, of which only rows that exist are touched.
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
+    row0 = 32 * s + 2 * T
+    tile = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 128], TILE)
+    ks = tile.slice(0, 16)
+    qs = tile.slice(32, 16)
+    gs = tile.slice(64, 16)
+    vec = vec_s.index(s)
+    beta_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 16 + T)
+    z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     valid = scalar(vec.slice(288, 1)) - 16.0 * T
     if valid < 16.0:
-        mask_tile(ks, qs, gs, vs, valid)
+        mask_tile(ks, qs, gs, tile.slice(96, 16), valid)
     beta = beta_s.load(gl.SliceLayout(1, M2))
     beta_col = beta_s.load(gl.SliceLayout(0, M2))
     # |q|^2 on the tensor cores: the diagonal of q q^T
@@ -196,50 +199,36 @@ def prep_tile(tile, vec, z_s, rk_s, half, phase, T: gl.constexpr, VC: gl.constex
         qj = qs.slice(64 * j, 64, dim=1)
         Qn = mma_v2(qj.load(A_L), qj.permute([1, 0]).load(B_L), Qn)
     beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(291, 1)))
-    # gate, cumulative sum and exponentials: each lane owns four channels of all 16 tokens, ER at a time
-    dt = vec.slice(0, 128).load(gl.SliceLayout(0, E_L))[None, :]
+    # gate, cumulative sum and exponentials: each lane owns four channels of all 16 tokens, eight at a time
+    dt = vec.slice(0, 128).load(C_L)[None, :]
     neg_rate = scalar(vec.slice(289, 1))
     inv_bound = scalar(vec.slice(290, 1))
-    re = gl.arange(0, ER, gl.SliceLayout(1, E_L))[:, None]
-    for h in gl.static_range(16 // ER):
-        kh = ks.slice(ER * h, ER)
-        qh = qs.slice(ER * h, ER)
-        gh = gs.slice(ER * h, ER)
+    re = gl.arange(0, 8, gl.SliceLayout(1, E_L))[:, None]
+    carry = gl.full([128], SHIFT, gl.float32, C_L)
+    for h in range(2):
+        rows = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE)
+        kh = rows.slice(0, 8)
+        qh = rows.slice(32, 8)
+        gh = rows.slice(64, 8)
         # sigmoid's argument as a sum, then a product: the sum is 0 exactly where it should be, whatever the rate
         x = (to_fp32(gh.load(E_L)) + dt) * neg_rate
         lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
-        if h == 0:
-            lg = gl.where(re == 0, lg + SHIFT, lg)
-        else:
-            lg = gl.where(re == 0, lg + carry[None, :], lg)
-        G = gl.associative_scan(lg, 0, add)
-        carry = gl.sum(gl.where(re == ER - 1, G, 0.0), 0)
+        G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
+        carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
         E = ex2(G)
-        k = kh.load(E_L)
-        q = qh.load(E_L)
-        if P32:
-            kf = to_fp32(k)
-            kh.store((kf * E).to(gl.bfloat16))
-            qh.store((to_fp32(q) * E).to(gl.bfloat16))
-            gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
-        else:
-            Eb = E.to(gl.bfloat16)
-            kh.store(mul_bf16(k, Eb))
-            qh.store(mul_bf16(q, Eb))
-            gh.store(mul_bf16(k, ex2_neg(G).to(gl.bfloat16)))
+        kf = to_fp32(kh.load(E_L))
+        kh.store((kf * E).to(gl.bfloat16))
+        qh.store((to_fp32(qh.load(E_L)) * E).to(gl.bfloat16))
+        gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
     gamma_shifted = ex2(carry)
     gamma = gamma_shifted * INV_SHIFT
-    # 16x16 products
     A, Z = two_products(ks, qs, gs, z16, A_L, B_L)
-    Z = Z * (1.0 / INV_SHIFT)
-    z_s.slice(16 * T, 16).slice(16 * T, 16, dim=1).store(gl.where(rm >= cm, Z, 0.0).to(gl.bfloat16))
+    z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
     # m becomes Kr
-    hi, lo = split_bf16(gamma_shifted, ER)
-    for h in gl.static_range(16 // ER):
-        gh = gs.slice(ER * h, ER)
+    hi, lo = split_bf16(gamma_shifted)
+    for h in range(2):
+        gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
         gh.store(mul_split(gh.load(E_L), hi, lo))
-    if T == 0:
-        vec.slice(128, 128).store(gamma)
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
@@ -250,45 +239,52 @@ def prep_tile(tile, vec, z_s, rk_s, half, phase, T: gl.constexpr, VC: gl.constex
     xb = gl.arange(0, 16, gl.SliceLayout(1, B_L))[:, None] ^ gl.arange(0, 16, gl.SliceLayout(0, B_L))[None, :]
     inv = gl.where(x == 0, 1.0, gl.where(x == 1, N, 0.0))
     zb = gl.zeros([16, 16], gl.bfloat16, B_L)
-    for l in gl.static_range(1, 4):
+    for l in range(1, 4):
         ib = inv.to(gl.bfloat16)
         Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16)
         inv = mma_v2(gl.convert_layout(Y.to(gl.bfloat16), A_L), gl.convert_layout(ib, B_L), inv)
     tu = inv * beta_col[None, :] * rk[:, None]
     TW = gl.convert_layout((tu * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
     TU = gl.convert_layout(tu.to(gl.bfloat16), A_L)
-    if T == 1:
+    C = gl.zeros([16, 16], gl.bfloat16, A_L)
+    if T == 0:
+        vec.slice(128, 128).store(gamma)
+    else:
         mbarrier.wait(half, phase)
-        g1 = tile.slice(64, 16)
-        L21, Z21 = two_products(ks, qs, g1, z16, A_L, B_L)
-        z_s.slice(16, 16).slice(0, 16, dim=1).store(Z21.to(gl.bfloat16))
-        C = mma_v2(TW, gl.convert_layout(L21.to(gl.bfloat16), B_L), z16)
-        C = gl.convert_layout((-C).to(gl.bfloat16), A_L)
-        gamma1 = vec.slice(128, 128).load(gl.SliceLayout(0, E_L))
+        L21, Z21 = two_products(ks, qs, tile_s.index(s).slice(64, 16), z16, A_L, B_L)
+        z_b.index(4 * s + 1).store(Z21.to(gl.bfloat16))
+        C = gl.convert_layout((-mma_v2(TW, gl.convert_layout(L21.to(gl.bfloat16), B_L), z16)).to(gl.bfloat16), A_L)
+        gamma1 = vec.slice(128, 128).load(C_L)
         vec.slice(0, 128).store(gamma1 * gamma)
-        hi1, lo1 = split_bf16(gamma1, ER)
-        hi2, lo2 = split_bf16(gamma, ER)
-        for h in gl.static_range(16 // ER):
-            qh = qs.slice(ER * h, ER)
-            gh = g1.slice(ER * h, ER)
+        hi1, lo1 = split_bf16(gamma1)
+        hi2, lo2 = split_bf16(gamma)
+        for h in range(2):
+            rows = blocks.index(32 * s + h)._reinterpret(gl.bfloat16, [128, 128], TILE)
+            qh = rows.slice(48, 8)
+            gh = rows.slice(64, 8)
             qh.store(mul_split(qh.load(E_L), hi1, lo1))
             gh.store(mul_split(gh.load(E_L), hi2, lo2))
     zero = gl.zeros([16, 64], gl.float32, M2)
-    for j in gl.static_range(2):
-        W = mma_v2(TW, ks.slice(64 * j, 64, dim=1).load(B_L), zero)
+    for j in range(2):
+        panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        first = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        kj = panel.slice(0, 16)
+        W = mma_v2(TW, kj.load(B_L), zero)
         if T == 1:
-            W = W * vec.slice(128 + 64 * j, 64).load(gl.SliceLayout(0, M2))[None, :]
-            W = mma_v2(C, tile.slice(0, 16).slice(64 * j, 64, dim=1).load(B_L), W)
-        ks.slice(64 * j, 64, dim=1).store(W.to(gl.bfloat16))
+            gamma1_j = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC).index(8 * s + 2 + j)
+            W = W * gamma1_j.load(gl.SliceLayout(0, M2))[None, :]
+            W = mma_v2(C, first.slice(0, 16).load(B_L), W)
+        kj.store(W.to(gl.bfloat16))
         if 64 * j < VC:
-            U = mma_v2(TU, vs.slice(64 * j, 64, dim=1).load(B_L), zero)
+            vj = panel.slice(96, 16)
+            U = mma_v2(TU, vj.load(B_L), zero)
             if T == 1:
-                U = mma_v2(C, tile.slice(96, 16).slice(64 * j, 64, dim=1).load(B_L), U)
-            vs.slice(64 * j, 64, dim=1).store(U.to(gl.bfloat16))
+                U = mma_v2(C, first.slice(96, 16).load(B_L), U)
+            vj.store(U.to(gl.bfloat16))
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, P32: gl.constexpr):
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     i = WID
@@ -297,19 +293,15 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     while left > 0.0:
         s = (i // 2) % SP
         phase = (i // (2 * SP)) & 1
+        prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, i % 2, phase, 128 // VSPLIT)
+        fence_async_shared()
         if i % 2 == 0:
-            prep_tile(tile_s.index(s), vec_s.index(s), z_s.index(s), rk_s.index(WID), half.index(s), phase,
-                      0, 128 // VSPLIT, P32)
-            fence_async_shared()
             mbarrier.arrive(half.index(s), count=1)
-        else:
-            prep_tile(tile_s.index(s), vec_s.index(s), z_s.index(s), rk_s.index(WID), half.index(s), phase,
-                      1, 128 // VSPLIT, P32)
-            fence_async_shared()
         mbarrier.arrive(full.index(s), count=1)
         i += NP
-        mbarrier.wait(rfull.index((i // 2) % SP), (i // (2 * SP)) & 1)
-        left = scalar(vec_s.index((i // 2) % SP).slice(288, 1))
+        s = (i // 2) % SP
+        mbarrier.wait(rfull.index(s), (i // (2 * SP)) & 1)
+        left = scalar(vec_s.index(s).slice(288, 1))
 
 
 @gluon.jit
@@ -463,8 +455,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, WG: gl.constexpr, SP: g
 def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
-                CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
-                P32: gl.constexpr):
+                CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -496,27 +487,27 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
             (consumer, (work, smem, o0, out_desc, outputs, states, 0, SP, VSPLIT)),
             (consumer, (work, smem, o1, out_desc, outputs, states, 1, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
         ], [4, 1, 1, 1, 1, 1, 1, 1, 1], [CR, PR, PR, PR, PR, PR, PR, PR, PR])
     else:
         gl.warp_specialize([
             (consumer, (work, smem, o0, out_desc, outputs, states, 0, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT, P32)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT, P32)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
