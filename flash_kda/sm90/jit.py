@@ -19,9 +19,9 @@ BOX = gl.NVMMASharedLayout(128, 16, 3)
 class ForwardConfig:
     """Constexprs of `kda_forward`: registers of consumers (cr) and of the other warps (pr), prep warps, stages."""
 
-    cr: int = 160
-    pr: int = 96
-    np: int = 7
+    cr: int = 232
+    pr: int = 88
+    np: int = 11
     sp: int = 6
     vsplit: int = 1
 

@@ -369,84 +369,130 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
 
 
 @gluon.jit
-def consumer(work, smem, o_s, out_desc, outputs, states, WG: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
-    """64 V channels of the recurrence: P|O = St [W|Q]^T is one N = 64 product a step, then S and out take R."""
+def load_state(ptr, slot, stride, head, offsets, is_bf16, S_L: gl.constexpr):
+    """[64, 128] rows of a V-first state in fp32; zeros without a slot."""
+    S = gl.zeros([64, 128], gl.float32, S_L)
+    if slot >= 0:
+        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
+        if is_bf16 != 0:
+            S = gl.load(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets).to(gl.float32)
+        else:
+            S = gl.load(ptr + off + offsets)
+    return S
+
+
+@gluon.jit
+def store_state(ptr, slot, stride, head, offsets, is_bf16, S):
+    if slot >= 0:
+        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
+        if is_bf16 != 0:
+            gl.store(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets, S.to(gl.bfloat16))
+        else:
+            gl.store(ptr + off + offsets, S)
+
+
+@gluon.jit
+def read_state(S, tile, gamma, S_L: gl.constexpr, R_L: gl.constexpr):
+    """Issue P = St W^T and O = St Q^T, and decay the state while they run."""
+    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
+    zero = gl.zeros([64, 32], gl.float32, R_L)
+    Sb = gl.convert_layout(S.to(gl.bfloat16), A_R, assert_trivial=True)
+    P = warpgroup_mma(Sb, tile.slice(0, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
+    O = warpgroup_mma(Sb, tile.slice(32, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
+    S = S * gamma.load(gl.SliceLayout(0, S_L))[None, :]
+    return S, P, O
+
+
+@gluon.jit
+def write_state(S, P, O, tile, z, COL: gl.constexpr, S_L: gl.constexpr, R_L: gl.constexpr):
+    """Issue S += R^T Kr and O += R^T Z^T for V channels COL.. of the CTA."""
+    u = tile.slice(96, 32).slice(COL, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
+    R = (u - P).to(gl.bfloat16)
+    S = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, S_L, 2), assert_trivial=True), tile.slice(64, 32), S,
+                      is_async=True)
+    O = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, R_L, 2), assert_trivial=True), z.permute([1, 0]), O,
+                      is_async=True)
+    return S, O
+
+
+@gluon.jit
+def store_out(O, rq, o_s, out_desc, outputs, token, head, vchan, left, R_L: gl.constexpr):
+    """Whole steps leave by TMA, a last partial one by masked stores: rows past the end belong to someone else."""
+    out_ptr, out_t, out_h = outputs
+    out = (O * rq[None, :]).to(gl.bfloat16)
+    if left >= 32:
+        o_s.permute([1, 0]).store(out)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [token, head, vchan],
+                                        o_s._reinterpret(gl.bfloat16, [32, 1, 64], gl.NVMMASharedLayout(128, 16, 3)))
+    else:
+        ov = gl.arange(0, 64, gl.SliceLayout(1, R_L))[:, None]
+        ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
+        row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
+        gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
+
+
+@gluon.jit
+def consumer(work, smem, o_s, out_desc, outputs, states, NV: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
+    """The recurrence for NV parts of 64 V channels; the second part's products run behind the first's arithmetic."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
-    out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    PQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
-    A_P: gl.constexpr = gl.DotOperandLayout(0, PQ_L, 2)
-    A_S: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
-    zero = gl.zeros([64, 64], gl.float32, PQ_L)
-    zero32 = gl.zeros([64, 32], gl.float32, R_L)
-    o_box = o_s._reinterpret(gl.bfloat16, [32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
-    vchan = 64 * (gl.program_id(0) % VSPLIT + WG)    # first V channel of this warpgroup
+    vchan = 64 * (gl.program_id(0) % VSPLIT)    # first V channel of the CTA
     sv = gl.arange(0, 64, gl.SliceLayout(1, S_L))[:, None]
     sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
     s_off = (vchan + sv) * 128 + sk
-    ov = gl.arange(0, 64, gl.SliceLayout(1, R_L))[:, None]
-    ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
     s = 0
     phase = 0
     for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
         segment = item // heads
         head = item % heads
         begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
-        S = gl.zeros([64, 128], gl.float32, S_L)
+        slot = -1
         if (flags & HAS_INITIAL) != 0:
             slot = state_slot(in_index_ptr, segment, flags & HAS_IN_INDEX, in_slots)
-            if slot >= 0:
-                off = slot.to(gl.int64) * h0_stride + head.to(gl.int64) * 16384
-                if (flags & INITIAL_BF16) != 0:
-                    S = gl.load(h0_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off).to(gl.float32)
-                else:
-                    S = gl.load(h0_ptr + off + s_off)
+        S0 = load_state(h0_ptr, slot, h0_stride, head, s_off, flags & INITIAL_BF16, S_L)
+        if NV == 2:
+            S1 = load_state(h0_ptr, slot, h0_stride, head, s_off + 64 * 128, flags & INITIAL_BF16, S_L)
         for left in range(length, 0, -32):
+            token = begin + (length - left)
             mbarrier.wait(full.index(s), phase)
             tile = tile_s.index(s)
-            vec = vec_s.index(s)
-            Sb = gl.convert_layout(S.to(gl.bfloat16), A_P, assert_trivial=True)
-            PQ = warpgroup_mma(Sb, tile.slice(0, 64).permute([1, 0]), zero, use_acc=False, is_async=True)
-            S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
-            PQ = warpgroup_mma_wait(0, deps=(PQ,))
-            u = tile.slice(96, 32).slice(64 * WG, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
-            rq = vec.slice(256, 32).load(gl.SliceLayout(0, R_L))
-            P, O = gl.split(gl.permute(gl.reshape(PQ, [64, 2, 32]), [0, 2, 1]))
-            P = gl.convert_layout(P, R_L, assert_trivial=True)
-            O = gl.convert_layout(O, R_L, assert_trivial=True)
-            R = (u - P).to(gl.bfloat16)
-            S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
-            OZ = warpgroup_mma(gl.convert_layout(R, A_R, assert_trivial=True), z_s.index(s).permute([1, 0]), zero32,
-                               use_acc=False, is_async=True)
-            S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
-            mbarrier.arrive(empty.index(s), count=1)
-            out = ((O + OZ) * rq[None, :]).to(gl.bfloat16)
-            token = begin + (length - left)
-            if left >= 32:
+            gamma = vec_s.index(s).slice(0, 128)
+            z = z_s.index(s)
+            S0, P0, O0 = read_state(S0, tile, gamma, S_L, R_L)
+            P0, O0 = warpgroup_mma_wait(0, deps=(P0, O0))
+            S0, O0 = write_state(S0, P0, O0, tile, z, 0, S_L, R_L)
+            if NV == 2:
+                S1, P1, O1 = read_state(S1, tile, gamma, S_L, R_L)
                 tma.store_wait(0)
-                o_s.permute([1, 0]).store(out)
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [token, head, vchan], o_box)
+                S0, O0 = warpgroup_mma_wait(2, deps=(S0, O0))
+                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
+                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
+                P1, O1 = warpgroup_mma_wait(0, deps=(P1, O1))
+                S1, O1 = write_state(S1, P1, O1, tile, z, 64, S_L, R_L)
+                S1, O1 = warpgroup_mma_wait(0, deps=(S1, O1))
+                mbarrier.arrive(empty.index(s), count=1)
+                store_out(O1, rq, o_s.index(1), out_desc, outputs, token, head, vchan + 64, left, R_L)
             else:
-                row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
-                gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
+                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
+                S0, O0 = warpgroup_mma_wait(0, deps=(S0, O0))
+                mbarrier.arrive(empty.index(s), count=1)
+                tma.store_wait(0)
+                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
             s += 1
             if s == SP:
                 s = 0
                 phase ^= 1
+        slot = -1
         if (flags & HAS_FINAL) != 0:
             slot = state_slot(out_index_ptr, segment, flags & HAS_OUT_INDEX, out_slots)
-            if slot >= 0:
-                off = slot.to(gl.int64) * ht_stride + head.to(gl.int64) * 16384
-                if (flags & FINAL_BF16) != 0:
-                    gl.store(ht_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off, S.to(gl.bfloat16))
-                else:
-                    gl.store(ht_ptr + off + s_off, S)
+        store_state(ht_ptr, slot, ht_stride, head, s_off, flags & FINAL_BF16, S0)
+        if NV == 2:
+            store_state(ht_ptr, slot, ht_stride, head, s_off + 64 * 128, flags & FINAL_BF16, S1)
     tma.store_wait(0)
 
 
@@ -462,7 +508,7 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     z_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 32, 32], gl.NVMMASharedLayout(32, 16, 2))
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
-    o0 = gl.allocate_shared_memory(gl.bfloat16, [32, 64], TILE)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [2 // VSPLIT, 32, 64], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
@@ -473,41 +519,26 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
         mbarrier.init(rfull.index(j), count=2)
         mbarrier.init(half.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
-        mbarrier.init(empty.index(j), count=2 // VSPLIT)
+        mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
     work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
     smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
-    # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond that setmaxnreg is dropped silently.
-    if VSPLIT == 1:
-        o1 = gl.allocate_shared_memory(gl.bfloat16, [32, 64], TILE)
-        gl.warp_specialize([
-            (consumer, (work, smem, o0, out_desc, outputs, states, 0, SP, VSPLIT)),
-            (consumer, (work, smem, o1, out_desc, outputs, states, 1, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
-        ], [4, 1, 1, 1, 1, 1, 1, 1, 1], [CR, PR, PR, PR, PR, PR, PR, PR, PR])
-    else:
-        gl.warp_specialize([
-            (consumer, (work, smem, o0, out_desc, outputs, states, 0, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT)),
-        ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
+    # Registers: (CR + 3 PR) 128 <= 65,536; beyond that setmaxnreg is dropped silently.
+    gl.warp_specialize([
+        (consumer, (work, smem, o_s, out_desc, outputs, states, 2 // VSPLIT, SP, VSPLIT)),
+        (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 0, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 1, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 2, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 3, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 4, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 5, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 6, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 7, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 8, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 9, NP, SP, VSPLIT)),
+        (prep_warp, (smem, 10, NP, SP, VSPLIT)),
+    ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
