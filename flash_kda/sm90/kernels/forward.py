@@ -23,13 +23,13 @@ Warp roles
 Shared memory, for each of SP stages (factors replace raw inputs in place)
     tile [128, 128] bf16   rows 0-31 k, then W; 32-63 q, then Q (with W one N = 64 wgmma operand); 64-95 g, then m, then
                            Kr; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
-    vec [512] fp32         0-127 dt_bias, then gamma of the step; 128-255 gamma1; 256-287 beta, then scale 2^-SHIFT / |q|;
+    vec [512] fp32         0-127 dt_bias META[1], then gamma of the step; 128-255 gamma1; 256-287 beta, then scale 2^-SHIFT / |q|;
                            288-291 META: tokens left, -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
 Barriers, for each stage
-    rfull  the producer: TMA bytes, and its own arrival for beta, dt_bias and META
+    rfull  the producer: TMA bytes, and its own arrival for the rest
     half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
     full   both prep warps, to the consumers: all factors are there
     empty  the consumers, to the producer: the stage may be overwritten
@@ -165,7 +165,7 @@ def two_products(ks, qs, ms, zero, A_L: gl.constexpr, B_L: gl.constexpr):
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -196,22 +196,21 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
     # |q|^2 on the tensor cores: the diagonal of q q^T
     Qn = z16
     for j in gl.static_range(2):
-        qj = qs.slice(64 * j, 64, dim=1)
-        Qn = mma_v2(qj.load(A_L), qj.permute([1, 0]).load(B_L), Qn)
+        qj = qs.slice(64 * j, 64, dim=1).load(A_L)
+        Qn = mma_v2(qj, gl.convert_layout(gl.permute(qj, [1, 0]), B_L, assert_trivial=True), Qn)
     beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(291, 1)))
     # gate, cumulative sum and exponentials: each lane owns four channels of all 16 tokens, eight at a time
-    dt = vec.slice(0, 128).load(C_L)[None, :]
+    bias = vec.slice(0, 128).load(C_L)[None, :]
     neg_rate = scalar(vec.slice(289, 1))
     inv_bound = scalar(vec.slice(290, 1))
     re = gl.arange(0, 8, gl.SliceLayout(1, E_L))[:, None]
     carry = gl.full([128], SHIFT, gl.float32, C_L)
-    for h in range(2):
+    for h in range(two):
         rows = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE)
         kh = rows.slice(0, 8)
         qh = rows.slice(32, 8)
         gh = rows.slice(64, 8)
-        # sigmoid's argument as a sum, then a product: the sum is 0 exactly where it should be, whatever the rate
-        x = (to_fp32(gh.load(E_L)) + dt) * neg_rate
+        x = gl.fma(to_fp32(gh.load(E_L)), neg_rate, bias)
         lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
         G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
         carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
@@ -226,7 +225,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
     # m becomes Kr
     hi, lo = split_bf16(gamma_shifted)
-    for h in range(2):
+    for h in range(two):
         gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
         gh.store(mul_split(gh.load(E_L), hi, lo))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
@@ -239,7 +238,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
     xb = gl.arange(0, 16, gl.SliceLayout(1, B_L))[:, None] ^ gl.arange(0, 16, gl.SliceLayout(0, B_L))[None, :]
     inv = gl.where(x == 0, 1.0, gl.where(x == 1, N, 0.0))
     zb = gl.zeros([16, 16], gl.bfloat16, B_L)
-    for l in range(1, 4):
+    for l in range(1, two + 2):
         ib = inv.to(gl.bfloat16)
         Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16)
         inv = mma_v2(gl.convert_layout(Y.to(gl.bfloat16), A_L), gl.convert_layout(ib, B_L), inv)
@@ -258,14 +257,14 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
         vec.slice(0, 128).store(gamma1 * gamma)
         hi1, lo1 = split_bf16(gamma1)
         hi2, lo2 = split_bf16(gamma)
-        for h in range(2):
+        for h in range(two):
             rows = blocks.index(32 * s + h)._reinterpret(gl.bfloat16, [128, 128], TILE)
             qh = rows.slice(48, 8)
             gh = rows.slice(64, 8)
             qh.store(mul_split(qh.load(E_L), hi1, lo1))
             gh.store(mul_split(gh.load(E_L), hi2, lo2))
     zero = gl.zeros([16, 64], gl.float32, M2)
-    for j in range(2):
+    for j in range(two):
         panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
         first = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
         kj = panel.slice(0, 16)
@@ -287,13 +286,14 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, VC: gl.constexpr):
 def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
+    two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     i = WID
     mbarrier.wait(rfull.index(i // 2), 0)
     left = scalar(vec_s.index(i // 2).slice(288, 1))
     while left > 0.0:
         s = (i // 2) % SP
         phase = (i // (2 * SP)) & 1
-        prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, i % 2, phase, 128 // VSPLIT)
+        prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, i % 2, phase, two, 128 // VSPLIT)
         fence_async_shared()
         if i % 2 == 0:
             mbarrier.arrive(half.index(s), count=1)
@@ -333,8 +333,11 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
         rate = 1.0
         if (flags & HAS_A_LOG) != 0:
             rate = ex2(gl.load(a_log_ptr + head) * LOG2E)
-        # finite and not 0, so that neither inf * 0 nor 0 * inf (a masked row) can arise
-        neg_rate = -gl.minimum(gl.maximum(rate * LOG2E, 1e-37), 3e38)
+        # Kept away from inf and 0, so that no inf * 0, 0 * inf (a masked row) or inf - inf can arise, and cut to 16 bits:
+        # products with bf16 values are then exact, and rate (g + dt_bias) in one fma is 0 where g = -dt_bias.
+        rate = gl.minimum(gl.maximum(rate * LOG2E, 1e-30), 1e18)
+        neg_rate = -((rate.to(gl.int32, bitcast=True) + 128) & -256).to(gl.float32, bitcast=True)
+        bias = gl.minimum(gl.maximum(dt, -1e18), 1e18) * neg_rate
         meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
         beta_head = beta_ptr + head.to(gl.int64) * beta_h
         for left in range(length, 0, -32):
@@ -350,7 +353,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
                 if j < 2 // VSPLIT:
                     tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
-            vec.slice(0, 128).store(dt)
+            vec.slice(0, 128).store(bias)
             vec.slice(256, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
             vec.slice(288, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
             mbarrier.arrive(bar, count=1)
@@ -369,130 +372,92 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
 
 
 @gluon.jit
-def load_state(ptr, slot, stride, head, offsets, is_bf16, S_L: gl.constexpr):
-    """[64, 128] rows of a V-first state in fp32; zeros without a slot."""
-    S = gl.zeros([64, 128], gl.float32, S_L)
-    if slot >= 0:
-        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
-        if is_bf16 != 0:
-            S = gl.load(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets).to(gl.float32)
-        else:
-            S = gl.load(ptr + off + offsets)
-    return S
+def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLIT: gl.constexpr):
+    """The recurrence, 4 warps for each 64 V channels: P|O = St [W|Q]^T is one N = 64 product, then S and O take R.
 
-
-@gluon.jit
-def store_state(ptr, slot, stride, head, offsets, is_bf16, S):
-    if slot >= 0:
-        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
-        if is_bf16 != 0:
-            gl.store(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets, S.to(gl.bfloat16))
-        else:
-            gl.store(ptr + off + offsets, S)
-
-
-@gluon.jit
-def read_state(S, tile, gamma, S_L: gl.constexpr, R_L: gl.constexpr):
-    """Issue P = St W^T and O = St Q^T, and decay the state while they run."""
-    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
-    zero = gl.zeros([64, 32], gl.float32, R_L)
-    Sb = gl.convert_layout(S.to(gl.bfloat16), A_R, assert_trivial=True)
-    P = warpgroup_mma(Sb, tile.slice(0, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
-    O = warpgroup_mma(Sb, tile.slice(32, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
-    S = S * gamma.load(gl.SliceLayout(0, S_L))[None, :]
-    return S, P, O
-
-
-@gluon.jit
-def write_state(S, P, O, tile, z, COL: gl.constexpr, S_L: gl.constexpr, R_L: gl.constexpr):
-    """Issue S += R^T Kr and O += R^T Z^T for V channels COL.. of the CTA."""
-    u = tile.slice(96, 32).slice(COL, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
-    R = (u - P).to(gl.bfloat16)
-    S = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, S_L, 2), assert_trivial=True), tile.slice(64, 32), S,
-                      is_async=True)
-    O = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, R_L, 2), assert_trivial=True), z.permute([1, 0]), O,
-                      is_async=True)
-    return S, O
-
-
-@gluon.jit
-def store_out(O, rq, o_s, out_desc, outputs, token, head, vchan, left, R_L: gl.constexpr):
-    """Whole steps leave by TMA, a last partial one by masked stores: rows past the end belong to someone else."""
-    out_ptr, out_t, out_h = outputs
-    out = (O * rq[None, :]).to(gl.bfloat16)
-    if left >= 32:
-        o_s.permute([1, 0]).store(out)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [token, head, vchan],
-                                        o_s._reinterpret(gl.bfloat16, [32, 1, 64], gl.NVMMASharedLayout(128, 16, 3)))
-    else:
-        ov = gl.arange(0, 64, gl.SliceLayout(1, R_L))[:, None]
-        ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
-        row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
-        gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
-
-
-@gluon.jit
-def consumer(work, smem, o_s, out_desc, outputs, states, NV: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
-    """The recurrence for NV parts of 64 V channels; the second part's products run behind the first's arithmetic."""
+    One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
+    """
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
+    out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    MV: gl.constexpr = 128 // VSPLIT
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 128, 16])
+    R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 32, 16])
+    PQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 64, 16])
+    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
+    A_P: gl.constexpr = gl.DotOperandLayout(0, PQ_L, 2)
+    A_S: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
+    zero = gl.zeros([MV, 64], gl.float32, PQ_L)
+    zero32 = gl.zeros([MV, 32], gl.float32, R_L)
+    boxes = o_s._reinterpret(gl.bfloat16, [MV // 64, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
     vchan = 64 * (gl.program_id(0) % VSPLIT)    # first V channel of the CTA
-    sv = gl.arange(0, 64, gl.SliceLayout(1, S_L))[:, None]
+    sv = gl.arange(0, MV, gl.SliceLayout(1, S_L))[:, None]
     sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
     s_off = (vchan + sv) * 128 + sk
+    ov = gl.arange(0, MV, gl.SliceLayout(1, R_L))[:, None]
+    ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
     s = 0
     phase = 0
     for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
         segment = item // heads
         head = item % heads
         begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
-        slot = -1
+        S = gl.zeros([MV, 128], gl.float32, S_L)
         if (flags & HAS_INITIAL) != 0:
             slot = state_slot(in_index_ptr, segment, flags & HAS_IN_INDEX, in_slots)
-        S0 = load_state(h0_ptr, slot, h0_stride, head, s_off, flags & INITIAL_BF16, S_L)
-        if NV == 2:
-            S1 = load_state(h0_ptr, slot, h0_stride, head, s_off + 64 * 128, flags & INITIAL_BF16, S_L)
-        for left in range(length, 0, -32):
-            token = begin + (length - left)
+            if slot >= 0:
+                off = slot.to(gl.int64) * h0_stride + head.to(gl.int64) * 16384
+                if (flags & INITIAL_BF16) != 0:
+                    S = gl.load(h0_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off).to(gl.float32)
+                else:
+                    S = gl.load(h0_ptr + off + s_off)
+        left = length
+        while left > 0:
             mbarrier.wait(full.index(s), phase)
             tile = tile_s.index(s)
-            gamma = vec_s.index(s).slice(0, 128)
-            z = z_s.index(s)
-            S0, P0, O0 = read_state(S0, tile, gamma, S_L, R_L)
-            P0, O0 = warpgroup_mma_wait(0, deps=(P0, O0))
-            S0, O0 = write_state(S0, P0, O0, tile, z, 0, S_L, R_L)
-            if NV == 2:
-                S1, P1, O1 = read_state(S1, tile, gamma, S_L, R_L)
+            vec = vec_s.index(s)
+            Sb = gl.convert_layout(S.to(gl.bfloat16), A_P, assert_trivial=True)
+            PQ = warpgroup_mma(Sb, tile.slice(0, 64).permute([1, 0]), zero, use_acc=False, is_async=True)
+            S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
+            PQ = warpgroup_mma_wait(0, deps=(PQ,))
+            u = tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
+            rq = vec.slice(256, 32).load(gl.SliceLayout(0, R_L))
+            P, O = gl.split(gl.permute(gl.reshape(PQ, [MV, 2, 32]), [0, 2, 1]))
+            P = gl.convert_layout(P, R_L, assert_trivial=True)
+            O = gl.convert_layout(O, R_L, assert_trivial=True)
+            R = (u - P).to(gl.bfloat16)
+            S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
+            OZ = warpgroup_mma(gl.convert_layout(R, A_R, assert_trivial=True), z_s.index(s).permute([1, 0]), zero32,
+                               use_acc=False, is_async=True)
+            S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
+            mbarrier.arrive(empty.index(s), count=1)
+            out = ((O + OZ) * rq[None, :]).to(gl.bfloat16)
+            token = begin + (length - left)
+            if left >= 32:
                 tma.store_wait(0)
-                S0, O0 = warpgroup_mma_wait(2, deps=(S0, O0))
-                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
-                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
-                P1, O1 = warpgroup_mma_wait(0, deps=(P1, O1))
-                S1, O1 = write_state(S1, P1, O1, tile, z, 64, S_L, R_L)
-                S1, O1 = warpgroup_mma_wait(0, deps=(S1, O1))
-                mbarrier.arrive(empty.index(s), count=1)
-                store_out(O1, rq, o_s.index(1), out_desc, outputs, token, head, vchan + 64, left, R_L)
+                o_s.permute([1, 0]).store(out)
+                fence_async_shared()
+                for j in gl.static_range(MV // 64):
+                    tma.async_copy_shared_to_global(out_desc, [token, head, vchan + 64 * j], boxes.index(j))
             else:
-                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
-                S0, O0 = warpgroup_mma_wait(0, deps=(S0, O0))
-                mbarrier.arrive(empty.index(s), count=1)
-                tma.store_wait(0)
-                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
+                # rows past the end belong to someone else
+                row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
+                gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
+            left -= 32
             s += 1
             if s == SP:
                 s = 0
                 phase ^= 1
-        slot = -1
         if (flags & HAS_FINAL) != 0:
             slot = state_slot(out_index_ptr, segment, flags & HAS_OUT_INDEX, out_slots)
-        store_state(ht_ptr, slot, ht_stride, head, s_off, flags & FINAL_BF16, S0)
-        if NV == 2:
-            store_state(ht_ptr, slot, ht_stride, head, s_off + 64 * 128, flags & FINAL_BF16, S1)
+            if slot >= 0:
+                off = slot.to(gl.int64) * ht_stride + head.to(gl.int64) * 16384
+                if (flags & FINAL_BF16) != 0:
+                    gl.store(ht_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off, S.to(gl.bfloat16))
+                else:
+                    gl.store(ht_ptr + off + s_off, S)
     tma.store_wait(0)
 
 
@@ -508,12 +473,12 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     z_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 32, 32], gl.NVMMASharedLayout(32, 16, 2))
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [2 // VSPLIT, 32, 64], TILE)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
-    ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [8 // VSPLIT, 1], [1, 0])
     for j in gl.static_range(SP):
         z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
         mbarrier.init(rfull.index(j), count=2)
@@ -526,19 +491,32 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
-    # Registers: (CR + 3 PR) 128 <= 65,536; beyond that setmaxnreg is dropped silently.
-    gl.warp_specialize([
-        (consumer, (work, smem, o_s, out_desc, outputs, states, 2 // VSPLIT, SP, VSPLIT)),
-        (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 0, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 1, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 2, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 3, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 4, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 5, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 6, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 7, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 8, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 9, NP, SP, VSPLIT)),
-        (prep_warp, (smem, 10, NP, SP, VSPLIT)),
-    ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
+    # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond that setmaxnreg is dropped silently.
+    if VSPLIT == 1:
+        gl.warp_specialize([
+            (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
+    else:
+        gl.warp_specialize([
+            (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
