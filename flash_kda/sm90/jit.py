@@ -24,9 +24,10 @@ class ForwardConfig:
     np: int = 7
     sp: int = 6
     vsplit: int = 1
+    xc: int = 128
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit)
+        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, XC=self.xc)
 
 
 SERIAL = ForwardConfig()

@@ -23,8 +23,8 @@ Warp roles
 Shared memory, for each of SP stages (factors replace raw inputs in place)
     tile [128, 128] bf16   rows 0-31 k, then W; 32-63 q, then Q (with W one N = 64 wgmma operand); 64-95 g, then m, then
                            Kr; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
-    vec [512] fp32         0-127 dt_bias META[1], then gamma of the step; 128-255 gamma1; 256-287 beta, then scale 2^-SHIFT / |q|;
-                           288-291 META: tokens left, -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
+    vec [512] fp32         0-127 dt_bias META[1], then gamma of the step; 128-255 gamma1; 256-383 gamma2; 384-415 beta, then
+                           scale 2^-SHIFT / |q|; 416-419 META: tokens left, -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
@@ -151,21 +151,23 @@ def mask_tile(ks, qs, gs, vs, valid):
 
 
 @gluon.jit
-def two_products(ks, qs, ms, zero, A_L: gl.constexpr, B_L: gl.constexpr):
-    """ks ms^T and qs ms^T, 64 channels at a time: whole operands would not fit the registers."""
+def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr):
+    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`, 64 channels at a time."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     A = zero
     Z = zero
-    for j in gl.static_range(2):
-        b = ms.slice(64 * j, 64, dim=1).permute([1, 0]).load(B_L)
-        A = mma_v2(ks.slice(64 * j, 64, dim=1).load(A_L), b, A)
-        Z = mma_v2(qs.slice(64 * j, 64, dim=1).load(A_L), b, Z)
+    for j in range(two):
+        panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        b = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16).permute([1, 0]).load(B_L)
+        A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
+        Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
     return A, Z
 
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, XC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -181,14 +183,16 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     # looked at as the [128, 128] or [128, 64] tile that starts at it, of which only rows that exist are touched.
     blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
     row0 = 32 * s + 2 * T
+    X_L: gl.constexpr = gl.BlockedLayout([8, XC // 32], [1, 32], [1, 1], [1, 0])
+    vec_x = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * (512 // XC), XC], VEC)
     tile = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 128], TILE)
     ks = tile.slice(0, 16)
     qs = tile.slice(32, 16)
     gs = tile.slice(64, 16)
     vec = vec_s.index(s)
-    beta_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 16 + T)
+    beta_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 24 + T)
     z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
-    valid = scalar(vec.slice(288, 1)) - 16.0 * T
+    valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
         mask_tile(ks, qs, gs, tile.slice(96, 16), valid)
     beta = beta_s.load(gl.SliceLayout(1, M2))
@@ -198,33 +202,35 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     for j in gl.static_range(2):
         qj = qs.slice(64 * j, 64, dim=1).load(A_L)
         Qn = mma_v2(qj, gl.convert_layout(gl.permute(qj, [1, 0]), B_L, assert_trivial=True), Qn)
-    beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(291, 1)))
-    # gate, cumulative sum and exponentials: each lane owns four channels of all 16 tokens, eight at a time
-    bias = vec.slice(0, 128).load(C_L)[None, :]
-    neg_rate = scalar(vec.slice(289, 1))
-    inv_bound = scalar(vec.slice(290, 1))
-    re = gl.arange(0, 8, gl.SliceLayout(1, E_L))[:, None]
-    carry = gl.full([128], SHIFT, gl.float32, C_L)
-    for h in range(two):
-        rows = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE)
-        kh = rows.slice(0, 8)
-        qh = rows.slice(32, 8)
-        gh = rows.slice(64, 8)
-        x = gl.fma(to_fp32(gh.load(E_L)), neg_rate, bias)
-        lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
-        G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
-        carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
-        E = ex2(G)
-        kf = to_fp32(kh.load(E_L))
-        kh.store((kf * E).to(gl.bfloat16))
-        qh.store((to_fp32(qh.load(E_L)) * E).to(gl.bfloat16))
-        gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
-    gamma_shifted = ex2(carry)
-    gamma = gamma_shifted * INV_SHIFT
-    A, Z = two_products(ks, qs, gs, z16, A_L, B_L)
+    beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(419, 1)))
+    # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
+    neg_rate = scalar(vec.slice(417, 1))
+    inv_bound = scalar(vec.slice(418, 1))
+    re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
+    for j in range(two if XC == 64 else 1):
+        bias = vec_x.index(512 // XC * s + j).load(gl.SliceLayout(0, X_L))[None, :]
+        carry = gl.full([XC], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
+        for h in range(two):
+            rows = blocks.index(row0 + 16 * j + h)._reinterpret(gl.bfloat16, [128, XC], TILE)
+            kh = rows.slice(0, 8)
+            qh = rows.slice(32, 8)
+            gh = rows.slice(64, 8)
+            x = gl.fma(to_fp32(gh.load(X_L)), neg_rate, bias)
+            lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
+            G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
+            carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
+            E = ex2(G)
+            kf = to_fp32(kh.load(X_L))
+            kh.store((kf * E).to(gl.bfloat16))
+            qh.store((to_fp32(qh.load(X_L)) * E).to(gl.bfloat16))
+            gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
+        # gamma of this tile: where the second tile and the consumers look for gamma1, or in spare words
+        vec_x.index(512 // XC * s + (128 + 128 * T) // XC + j).store(ex2(carry - SHIFT))
+    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
     # m becomes Kr
-    hi, lo = split_bf16(gamma_shifted)
+    gamma = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 4, 128], VEC).index(4 * s + 1 + T).load(C_L)
+    hi, lo = split_bf16(gamma * (1.0 / INV_SHIFT))
     for h in range(two):
         gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
         gh.store(mul_split(gh.load(E_L), hi, lo))
@@ -246,11 +252,9 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     TW = gl.convert_layout((tu * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
     TU = gl.convert_layout(tu.to(gl.bfloat16), A_L)
     C = gl.zeros([16, 16], gl.bfloat16, A_L)
-    if T == 0:
-        vec.slice(128, 128).store(gamma)
-    else:
+    if T == 1:
         mbarrier.wait(half, phase)
-        L21, Z21 = two_products(ks, qs, tile_s.index(s).slice(64, 16), z16, A_L, B_L)
+        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L)
         z_b.index(4 * s + 1).store(Z21.to(gl.bfloat16))
         C = gl.convert_layout((-mma_v2(TW, gl.convert_layout(L21.to(gl.bfloat16), B_L), z16)).to(gl.bfloat16), A_L)
         gamma1 = vec.slice(128, 128).load(C_L)
@@ -283,17 +287,17 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, XC: gl.constexpr):
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     i = WID
     mbarrier.wait(rfull.index(i // 2), 0)
-    left = scalar(vec_s.index(i // 2).slice(288, 1))
+    left = scalar(vec_s.index(i // 2).slice(416, 1))
     while left > 0.0:
         s = (i // 2) % SP
         phase = (i // (2 * SP)) & 1
-        prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, i % 2, phase, two, 128 // VSPLIT)
+        prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, i % 2, phase, two, 128 // VSPLIT, XC)
         fence_async_shared()
         if i % 2 == 0:
             mbarrier.arrive(half.index(s), count=1)
@@ -301,7 +305,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
         i += NP
         s = (i // 2) % SP
         mbarrier.wait(rfull.index(s), (i // (2 * SP)) & 1)
-        left = scalar(vec_s.index(s).slice(288, 1))
+        left = scalar(vec_s.index(s).slice(416, 1))
 
 
 @gluon.jit
@@ -354,8 +358,8 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
                     tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
-            vec.slice(256, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
-            vec.slice(288, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
+            vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
+            vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
             mbarrier.arrive(bar, count=1)
             s += 1
             if s == SP:
@@ -363,7 +367,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
                 phase ^= 1
     for _ in range((NP + 1) // 2):
         mbarrier.wait(empty.index(s), phase)
-        vec_s.index(s).slice(288, 4).store(gl.full([4], 0.0, gl.float32, V1))
+        vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
         mbarrier.arrive(rfull.index(s), count=2)
         s += 1
         if s == SP:
@@ -423,7 +427,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
             S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
             PQ = warpgroup_mma_wait(0, deps=(PQ,))
             u = tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
-            rq = vec.slice(256, 32).load(gl.SliceLayout(0, R_L))
+            rq = vec.slice(384, 32).load(gl.SliceLayout(0, R_L))
             P, O = gl.split(gl.permute(gl.reshape(PQ, [MV, 2, 32]), [0, 2, 1]))
             P = gl.convert_layout(P, R_L, assert_trivial=True)
             O = gl.convert_layout(O, R_L, assert_trivial=True)
@@ -466,7 +470,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
 def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
-                CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
+                CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
+                XC: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -496,27 +501,27 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
         ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
     else:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
