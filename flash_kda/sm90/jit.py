@@ -19,15 +19,16 @@ BOX = gl.NVMMASharedLayout(128, 16, 3)
 class ForwardConfig:
     """Constexprs of `kda_forward`: registers of consumers (cr) and of the other warps (pr), prep warps, stages."""
 
-    cr: int = 160
-    pr: int = 96
+    cr: int = 168
+    pr: int = 88
     np: int = 7
     sp: int = 6
     vsplit: int = 1
-    xc: int = 128
+    xc: int = 64
+    cw: int = 2
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, XC=self.xc)
+        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, XC=self.xc, CW=self.cw)
 
 
 SERIAL = ForwardConfig()
@@ -80,4 +81,4 @@ def forward_args(q, k, v, g, beta, a_log, dt_bias, out, *, cu_seqlens=None, seq_
 def launch_forward(args: tuple, n_items: int, config: ForwardConfig = SERIAL, ctas: int | None = None):
     """Grid: one CTA an item and V part, or `ctas` (x vsplit) CTAs that loop over the items."""
     grid = (min(n_items, ctas or n_items) * config.vsplit,)
-    return kernel.kda_forward[grid](*args, **config.constexprs(), num_warps=8 // config.vsplit)
+    return kernel.kda_forward[grid](*args, **config.constexprs(), num_warps=4 if config.vsplit == 2 else 4 * config.cw)

@@ -30,7 +30,8 @@ and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for the rest
-    half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
+    half   prep of the first tile, to prep of the second: Kr1 and gamma1 are there
+    first  the same: W1 and U1 are there
     full   both prep warps, to the consumers: all factors are there
     empty  the consumers, to the producer: the stage may be overwritten
 The producer alone tells prep what to do: a prep warp keeps nothing but its tile count across tiles, because registers
@@ -144,10 +145,17 @@ def mask_tile(ks, qs, gs, vs, valid):
     keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
     zero = gl.zeros([16, 128], gl.bfloat16, L)
     none = gl.full([16, 128], float("-inf"), gl.bfloat16, L)
+    none = gl.where((valid > 0.0) & (keep | True), none, zero)    # an empty tile: Kr = 0 at once
     ks.store(gl.where(keep, ks.load(L), zero))
     qs.store(gl.where(keep, qs.load(L), zero))
     vs.store(gl.where(keep, vs.load(L), zero))
     gs.store(gl.where(keep, gs.load(L), none))
+
+
+@gluon.jit
+def transposed(x, L: gl.constexpr):
+    """x^T in layout L, which must hold it in the same registers."""
+    return gl.convert_layout(gl.permute(x, [1, 0]), L, assert_trivial=True)
 
 
 @gluon.jit
@@ -167,7 +175,7 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, XC: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, first, s, T, phase, two, VC: gl.constexpr, XC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -201,7 +209,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     Qn = z16
     for j in gl.static_range(2):
         qj = qs.slice(64 * j, 64, dim=1).load(A_L)
-        Qn = mma_v2(qj, gl.convert_layout(gl.permute(qj, [1, 0]), B_L, assert_trivial=True), Qn)
+        Qn = mma_v2(qj, transposed(qj, B_L), Qn)
     beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(419, 1)))
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
@@ -234,20 +242,28 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     for h in range(two):
         gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
         gh.store(mul_split(gh.load(E_L), hi, lo))
+    if T == 0:
+        mbarrier.arrive(half, count=1)
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
-    # (I + N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation
+    # (I + N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An accumulator is an A
+    # operand as it stands, and its transpose a B operand, so the inverse is kept together with its transpose.
     N = gl.where(rm > cm, A * (-beta * rk)[:, None] * rkc[None, :], 0.0)
-    NB = gl.convert_layout(N.to(gl.bfloat16), B_L)
+    Nt = gl.convert_layout(gl.permute(N, [1, 0]), M2)
+    NB = transposed(Nt.to(gl.bfloat16), B_L)
     x = rm ^ cm
     xb = gl.arange(0, 16, gl.SliceLayout(1, B_L))[:, None] ^ gl.arange(0, 16, gl.SliceLayout(0, B_L))[None, :]
     inv = gl.where(x == 0, 1.0, gl.where(x == 1, N, 0.0))
+    inv_t = gl.where(x == 0, 1.0, gl.where(x == 1, Nt, 0.0))
     zb = gl.zeros([16, 16], gl.bfloat16, B_L)
-    for l in range(1, two + 2):
+    for l in gl.static_range(1, 4):
         ib = inv.to(gl.bfloat16)
-        Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16)
-        inv = mma_v2(gl.convert_layout(Y.to(gl.bfloat16), A_L), gl.convert_layout(ib, B_L), inv)
+        itb = inv_t.to(gl.bfloat16)
+        Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16).to(gl.bfloat16)
+        inv = mma_v2(gl.convert_layout(Y, A_L), transposed(itb, B_L), inv)
+        if l < 3:
+            inv_t = mma_v2(gl.convert_layout(itb, A_L), transposed(Y, B_L), inv_t)
     tu = inv * beta_col[None, :] * rk[:, None]
     TW = gl.convert_layout((tu * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
     TU = gl.convert_layout(tu.to(gl.bfloat16), A_L)
@@ -267,29 +283,49 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             gh = rows.slice(64, 8)
             qh.store(mul_split(qh.load(E_L), hi1, lo1))
             gh.store(mul_split(gh.load(E_L), hi2, lo2))
+        mbarrier.wait(first, phase)
     zero = gl.zeros([16, 64], gl.float32, M2)
     for j in range(two):
         panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-        first = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
         kj = panel.slice(0, 16)
         W = mma_v2(TW, kj.load(B_L), zero)
         if T == 1:
             gamma1_j = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC).index(8 * s + 2 + j)
             W = W * gamma1_j.load(gl.SliceLayout(0, M2))[None, :]
-            W = mma_v2(C, first.slice(0, 16).load(B_L), W)
+            W = mma_v2(C, tile1.slice(0, 16).load(B_L), W)
         kj.store(W.to(gl.bfloat16))
         if 64 * j < VC:
             vj = panel.slice(96, 16)
             U = mma_v2(TU, vj.load(B_L), zero)
             if T == 1:
-                U = mma_v2(C, first.slice(96, 16).load(B_L), U)
+                U = mma_v2(C, tile1.slice(96, 16).load(B_L), U)
             vj.store(U.to(gl.bfloat16))
+
+
+@gluon.jit(noinline=True)
+def skip_tile(tile_s, vec_s, z_s, half, s, phase):
+    """Factors of a second tile without tokens: zeros, and the first tile's decay."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+    V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    tile = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE).index(32 * s + 2)._reinterpret(
+        gl.bfloat16, [128, 128], TILE)
+    mask_tile(tile.slice(0, 16), tile.slice(32, 16), tile.slice(64, 16), tile.slice(96, 16), 0.0)
+    z = z_s.index(s).slice(16, 16)
+    zero = gl.zeros([16, 16], gl.bfloat16, L)
+    z.slice(0, 16, dim=1).store(zero)
+    z.slice(16, 16, dim=1).store(zero)
+    vec = vec_s.index(s)
+    vec.slice(400, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.wait(half, phase)
+    vec.slice(0, 128).store(vec.slice(128, 128).load(V))
 
 
 @gluon.jit
 def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, XC: gl.constexpr):
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
+    rfull, half, first, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     i = WID
     mbarrier.wait(rfull.index(i // 2), 0)
@@ -297,10 +333,13 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     while left > 0.0:
         s = (i // 2) % SP
         phase = (i // (2 * SP)) & 1
-        prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, i % 2, phase, two, 128 // VSPLIT, XC)
+        if left > 16.0 * (i % 2):
+            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), first.index(s), s, i % 2, phase, two, 128 // VSPLIT, XC)
+        else:
+            skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
         fence_async_shared()
         if i % 2 == 0:
-            mbarrier.arrive(half.index(s), count=1)
+            mbarrier.arrive(first.index(s), count=1)
         mbarrier.arrive(full.index(s), count=1)
         i += NP
         s = (i // 2) % SP
@@ -314,7 +353,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
+    rfull, half, first, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
@@ -383,7 +422,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     """
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
+    rfull, half, first, full, empty = bars
     out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     MV: gl.constexpr = 128 // VSPLIT
@@ -465,13 +504,141 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     tma.store_wait(0)
 
 
+@gluon.jit
+def load_state(ptr, slot, stride, head, offsets, is_bf16, S_L: gl.constexpr):
+    """[64, 128] rows of a V-first state in fp32; zeros without a slot."""
+    S = gl.zeros([64, 128], gl.float32, S_L)
+    if slot >= 0:
+        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
+        if is_bf16 != 0:
+            S = gl.load(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets).to(gl.float32)
+        else:
+            S = gl.load(ptr + off + offsets)
+    return S
+
+
+@gluon.jit
+def store_state(ptr, slot, stride, head, offsets, is_bf16, S):
+    if slot >= 0:
+        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
+        if is_bf16 != 0:
+            gl.store(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets, S.to(gl.bfloat16))
+        else:
+            gl.store(ptr + off + offsets, S)
+
+
+@gluon.jit
+def read_state(S, tile, gamma, S_L: gl.constexpr, R_L: gl.constexpr):
+    """Issue P = St W^T and O = St Q^T, and decay the state while they run."""
+    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
+    zero = gl.zeros([64, 32], gl.float32, R_L)
+    Sb = gl.convert_layout(S.to(gl.bfloat16), A_R, assert_trivial=True)
+    P = warpgroup_mma(Sb, tile.slice(0, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
+    O = warpgroup_mma(Sb, tile.slice(32, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
+    S = S * gamma.load(gl.SliceLayout(0, S_L))[None, :]
+    return S, P, O
+
+
+@gluon.jit
+def write_state(S, P, O, tile, z, COL: gl.constexpr, S_L: gl.constexpr, R_L: gl.constexpr):
+    """Issue S += R^T Kr and O += R^T Z^T for V channels COL.. of the CTA."""
+    u = tile.slice(96, 32).slice(COL, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
+    R = (u - P).to(gl.bfloat16)
+    S = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, S_L, 2), assert_trivial=True), tile.slice(64, 32), S,
+                      is_async=True)
+    O = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, R_L, 2), assert_trivial=True), z.permute([1, 0]), O,
+                      is_async=True)
+    return S, O
+
+
+@gluon.jit
+def store_out(O, rq, o_s, out_desc, outputs, token, head, vchan, left, R_L: gl.constexpr):
+    """Whole steps leave by TMA, a last partial one by masked stores: rows past the end belong to someone else."""
+    out_ptr, out_t, out_h = outputs
+    out = (O * rq[None, :]).to(gl.bfloat16)
+    if left >= 32:
+        o_s.permute([1, 0]).store(out)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [token, head, vchan],
+                                        o_s._reinterpret(gl.bfloat16, [32, 1, 64], gl.NVMMASharedLayout(128, 16, 3)))
+    else:
+        ov = gl.arange(0, 64, gl.SliceLayout(1, R_L))[:, None]
+        ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
+        row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
+        gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
+
+
+@gluon.jit
+def consumer_parts(work, smem, o_s, out_desc, outputs, states, NV: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
+    """The recurrence for NV parts of 64 V channels; the second part's products run behind the first's arithmetic."""
+    cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
+    tile_s, vec_s, z_s, rk_s, bars = smem
+    rfull, half, first, full, empty = bars
+    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    vchan = 64 * (gl.program_id(0) % VSPLIT)    # first V channel of the CTA
+    sv = gl.arange(0, 64, gl.SliceLayout(1, S_L))[:, None]
+    sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
+    s_off = (vchan + sv) * 128 + sk
+    s = 0
+    phase = 0
+    for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
+        segment = item // heads
+        head = item % heads
+        begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
+        slot = -1
+        if (flags & HAS_INITIAL) != 0:
+            slot = state_slot(in_index_ptr, segment, flags & HAS_IN_INDEX, in_slots)
+        S0 = load_state(h0_ptr, slot, h0_stride, head, s_off, flags & INITIAL_BF16, S_L)
+        if NV == 2:
+            S1 = load_state(h0_ptr, slot, h0_stride, head, s_off + 64 * 128, flags & INITIAL_BF16, S_L)
+        for left in range(length, 0, -32):
+            token = begin + (length - left)
+            mbarrier.wait(full.index(s), phase)
+            tile = tile_s.index(s)
+            gamma = vec_s.index(s).slice(0, 128)
+            z = z_s.index(s)
+            S0, P0, O0 = read_state(S0, tile, gamma, S_L, R_L)
+            P0, O0 = warpgroup_mma_wait(0, deps=(P0, O0))
+            S0, O0 = write_state(S0, P0, O0, tile, z, 0, S_L, R_L)
+            if NV == 2:
+                S1, P1, O1 = read_state(S1, tile, gamma, S_L, R_L)
+                tma.store_wait(0)
+                S0, O0 = warpgroup_mma_wait(2, deps=(S0, O0))
+                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
+                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
+                P1, O1 = warpgroup_mma_wait(0, deps=(P1, O1))
+                S1, O1 = write_state(S1, P1, O1, tile, z, 64, S_L, R_L)
+                S1, O1 = warpgroup_mma_wait(0, deps=(S1, O1))
+                mbarrier.arrive(empty.index(s), count=1)
+                store_out(O1, rq, o_s.index(1), out_desc, outputs, token, head, vchan + 64, left, R_L)
+            else:
+                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
+                S0, O0 = warpgroup_mma_wait(0, deps=(S0, O0))
+                mbarrier.arrive(empty.index(s), count=1)
+                tma.store_wait(0)
+                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
+            s += 1
+            if s == SP:
+                s = 0
+                phase ^= 1
+        slot = -1
+        if (flags & HAS_FINAL) != 0:
+            slot = state_slot(out_index_ptr, segment, flags & HAS_OUT_INDEX, out_slots)
+        store_state(ht_ptr, slot, ht_stride, head, s_off, flags & FINAL_BF16, S0)
+        if NV == 2:
+            store_state(ht_ptr, slot, ht_stride, head, s_off + 64 * 128, flags & FINAL_BF16, S1)
+    tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots",
                               "out_slots", "beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"))
 def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
                 CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
-                XC: gl.constexpr):
+                XC: gl.constexpr, CW: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -481,23 +648,25 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
+    first = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
-    ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [8 // VSPLIT, 1], [1, 0])
+    ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     for j in gl.static_range(SP):
         z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
         mbarrier.init(rfull.index(j), count=2)
         mbarrier.init(half.index(j), count=1)
+        mbarrier.init(first.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
     work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
-    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
+    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, first, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond that setmaxnreg is dropped silently.
-    if VSPLIT == 1:
+    if NP == 7:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
@@ -509,9 +678,26 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
             (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
             (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
         ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
-    else:
+    elif VSPLIT == 2:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
+    else:
+        o4_s = o_s._reinterpret(gl.bfloat16, [2, 32, 64], TILE)
+        gl.warp_specialize([
+            (consumer_parts, (work, smem, o4_s, out_desc, outputs, states, 2 // VSPLIT, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
             (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
             (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
