@@ -1,4 +1,4 @@
-"""Check and time the forward kernel through the JIT: python benchmarks/dev_forward.py [check] [adversarial] [time] cr,pr,np,sp,vsplit,xc ...
+"""Check and time the forward kernel through the JIT: python benchmarks/dev_forward.py [check] [adversarial] [time] cr,pr,np,sp,vsplit,xc,cw,lag ...
 
 Outputs and states are poisoned with NaN first and compared with an fp64 token recurrence; times are CUDA-graph medians.
 """
@@ -206,7 +206,8 @@ def check(cfg, say):
     say("offset past the end", torch.equal(o, forward(x5, cfg, [500, 500])))
 
 
-def adversarial(cfg, say, limit=4.5e-3):
+def adversarial_cases():
+    """{name: (inputs of one sequence, lower_bound)}"""
     cases = {}
     cases["random"] = (random_inputs(2048, 4), -5.0)
     for lb in (-0.1, -1.0, -2.5):
@@ -246,7 +247,11 @@ def adversarial(cfg, say, limit=4.5e-3):
         x["a_log"] = torch.zeros_like(x["a_log"])
         x["dt_bias"] = torch.zeros_like(x["dt_bias"])
         cases[f"collinear {noise}"] = (x, -5.0)
-    for name, (x, lb) in cases.items():
+    return cases
+
+
+def adversarial(cfg, say, limit=4.5e-3):
+    for name, (x, lb) in adversarial_cases().items():
         t, h, _ = x["v"].shape
         ref, ref_s = reference(x, [t], lower_bound=lb)
         s = nan_state(1, h)

@@ -26,13 +26,14 @@ class ForwardConfig:
     vsplit: int = 1
     xc: int = 64
     cw: int = 2
+    lag: int = 1
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, XC=self.xc, CW=self.cw)
+        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, XC=self.xc, CW=self.cw, LAG=self.lag)
 
 
 SERIAL = ForwardConfig()
-SPLIT_V = ForwardConfig(cr=168, pr=112, np=11, sp=6, vsplit=2)
+SPLIT_V = ForwardConfig(cr=168, pr=112, np=11, sp=6, vsplit=2, lag=0)
 
 
 def token_descriptor(x: torch.Tensor) -> TensorDescriptor:

@@ -30,8 +30,7 @@ and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for the rest
-    half   prep of the first tile, to prep of the second: Kr1 and gamma1 are there
-    first  the same: W1 and U1 are there
+    half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
     full   both prep warps, to the consumers: all factors are there
     empty  the consumers, to the producer: the stage may be overwritten
 The producer alone tells prep what to do: a prep warp keeps nothing but its tile count across tiles, because registers
@@ -175,7 +174,7 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, first, s, T, phase, two, VC: gl.constexpr, XC: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, XC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -242,8 +241,6 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, first, s, T, phase, two, VC: gl.co
     for h in range(two):
         gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
         gh.store(mul_split(gh.load(E_L), hi, lo))
-    if T == 0:
-        mbarrier.arrive(half, count=1)
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
@@ -283,7 +280,6 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, first, s, T, phase, two, VC: gl.co
             gh = rows.slice(64, 8)
             qh.store(mul_split(qh.load(E_L), hi1, lo1))
             gh.store(mul_split(gh.load(E_L), hi2, lo2))
-        mbarrier.wait(first, phase)
     zero = gl.zeros([16, 64], gl.float32, M2)
     for j in range(two):
         panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
@@ -323,37 +319,52 @@ def skip_tile(tile_s, vec_s, z_s, half, s, phase):
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, XC: gl.constexpr):
+def tile_of(i, SP: gl.constexpr, LAG: gl.constexpr):
+    """Turn i of the prep warps: second tile or not, stage, phase of the stage."""
+    T = i % 2
+    step = i // 2 - LAG * T
+    return T, step % SP, (step // SP) & 1
+
+
+@gluon.jit
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, XC: gl.constexpr,
+              LAG: gl.constexpr):
+    """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
+
+    The lag is there so that a second tile seldom has to wait for its first.
+    """
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, first, full, empty = bars
+    rfull, half, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     i = WID
-    mbarrier.wait(rfull.index(i // 2), 0)
-    left = scalar(vec_s.index(i // 2).slice(416, 1))
+    if WID % 2 == 1 and WID // 2 < LAG:
+        i += NP
+    T, s, phase = tile_of(i, SP, LAG)
+    mbarrier.wait(rfull.index(s), phase)
+    left = scalar(vec_s.index(s).slice(416, 1))
     while left > 0.0:
-        s = (i // 2) % SP
-        phase = (i // (2 * SP)) & 1
-        if left > 16.0 * (i % 2):
-            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), first.index(s), s, i % 2, phase, two, 128 // VSPLIT, XC)
+        if left > 16.0 * T:
+            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT, XC)
         else:
             skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
         fence_async_shared()
-        if i % 2 == 0:
-            mbarrier.arrive(first.index(s), count=1)
+        # arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first
+        if T == 0:
+            mbarrier.arrive(half.index(s), count=1)
         mbarrier.arrive(full.index(s), count=1)
         i += NP
-        s = (i // 2) % SP
-        mbarrier.wait(rfull.index(s), (i // (2 * SP)) & 1)
+        T, s, phase = tile_of(i, SP, LAG)
+        mbarrier.wait(rfull.index(s), phase)
         left = scalar(vec_s.index(s).slice(416, 1))
 
 
 @gluon.jit
 def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr,
-                  VSPLIT: gl.constexpr):
+                  VSPLIT: gl.constexpr, LAG: gl.constexpr):
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, first, full, empty = bars
+    rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
@@ -404,7 +415,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
             if s == SP:
                 s = 0
                 phase ^= 1
-    for _ in range((NP + 1) // 2):
+    for _ in range((NP + 1) // 2 + LAG):    # at most SP: nobody empties these stages
         mbarrier.wait(empty.index(s), phase)
         vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
         mbarrier.arrive(rfull.index(s), count=2)
@@ -422,7 +433,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     """
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, first, full, empty = bars
+    rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     MV: gl.constexpr = 128 // VSPLIT
@@ -573,7 +584,7 @@ def consumer_parts(work, smem, o_s, out_desc, outputs, states, NV: gl.constexpr,
     """The recurrence for NV parts of 64 V channels; the second part's products run behind the first's arithmetic."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, first, full, empty = bars
+    rfull, half, full, empty = bars
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -638,7 +649,7 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
                 CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
-                XC: gl.constexpr, CW: gl.constexpr):
+                XC: gl.constexpr, CW: gl.constexpr, LAG: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -648,7 +659,6 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
-    first = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -656,12 +666,11 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
         z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
         mbarrier.init(rfull.index(j), count=2)
         mbarrier.init(half.index(j), count=1)
-        mbarrier.init(first.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
     work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
-    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, first, full, empty))
+    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
@@ -669,45 +678,45 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     if NP == 7:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC, LAG)),
         ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
     elif VSPLIT == 2:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC, LAG)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
     else:
         o4_s = o_s._reinterpret(gl.bfloat16, [2, 32, 64], TILE)
         gl.warp_specialize([
             (consumer_parts, (work, smem, o4_s, out_desc, outputs, states, 2 // VSPLIT, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC, LAG)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
