@@ -1,4 +1,4 @@
-"""One launch for a profiler: python benchmarks/dev_profile.py cr,pr,np,sp,vsplit,xc,cw heads segments"""
+"""One launch for a profiler: python benchmarks/dev_profile.py cr,pr,np,sp,vsplit,lag heads segments"""
 import sys
 
 import torch

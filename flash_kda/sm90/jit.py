@@ -24,12 +24,10 @@ class ForwardConfig:
     np: int = 7
     sp: int = 6
     vsplit: int = 1
-    xc: int = 64
-    cw: int = 2
     lag: int = 1
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, XC=self.xc, CW=self.cw, LAG=self.lag)
+        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, LAG=self.lag)
 
 
 SERIAL = ForwardConfig()
@@ -82,4 +80,4 @@ def forward_args(q, k, v, g, beta, a_log, dt_bias, out, *, cu_seqlens=None, seq_
 def launch_forward(args: tuple, n_items: int, config: ForwardConfig = SERIAL, ctas: int | None = None):
     """Grid: one CTA an item and V part, or `ctas` (x vsplit) CTAs that loop over the items."""
     grid = (min(n_items, ctas or n_items) * config.vsplit,)
-    return kernel.kda_forward[grid](*args, **config.constexprs(), num_warps=4 if config.vsplit == 2 else 4 * config.cw)
+    return kernel.kda_forward[grid](*args, **config.constexprs(), num_warps=8 // config.vsplit)

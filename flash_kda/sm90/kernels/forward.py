@@ -23,13 +23,15 @@ Warp roles
 Shared memory, for each of SP stages (factors replace raw inputs in place)
     tile [128, 128] bf16   rows 0-31 k, then W; 32-63 q, then Q (with W one N = 64 wgmma operand); 64-95 g, then m, then
                            Kr; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
-    vec [512] fp32         0-127 dt_bias META[1], then gamma of the step; 128-255 gamma1; 256-383 gamma2; 384-415 beta, then
-                           scale 2^-SHIFT / |q|; 416-419 META: tokens left, -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
+    vec [512] fp32         0-127 dt_bias META[1], then gamma of the step; 128-255 gamma1; 256-383 gamma2; 384-415 beta;
+                           448-479 scale 2^-SHIFT / |q|; 416-418 META: tokens left, -exp(A_log) log2(e),
+                           1 / (lower_bound log2(e))
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
 Barriers, for each stage
-    rfull  the producer: TMA bytes, and its own arrival for the rest
+    rfull  TMA: the raw tiles are there
+    ready  the producer: so are `vec` and 1 / |q|, or the end mark
     half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
     full   both prep warps, to the consumers: all factors are there
     empty  the consumers, to the producer: the stage may be overwritten
@@ -138,17 +140,19 @@ def scalar(mem):
 
 
 @gluon.jit(noinline=True)
-def mask_tile(ks, qs, gs, vs, valid):
-    """Replace rows >= valid of a raw tile by selection; once a segment, so not in the code that every tile runs."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+def mask_tile(tile, valid):
+    """Replace rows >= valid of the raw tile that starts a view of bf16 pairs; once a segment, so not in every tile's code."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
     keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
-    zero = gl.zeros([16, 128], gl.bfloat16, L)
-    none = gl.full([16, 128], float("-inf"), gl.bfloat16, L)
-    none = gl.where((valid > 0.0) & (keep | True), none, zero)    # an empty tile: Kr = 0 at once
-    ks.store(gl.where(keep, ks.load(L), zero))
-    qs.store(gl.where(keep, qs.load(L), zero))
-    vs.store(gl.where(keep, vs.load(L), zero))
-    gs.store(gl.where(keep, gs.load(L), none))
+    zero = gl.zeros([16, 64], gl.int32, L)
+    # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
+    none = zero + gl.where(valid > 0.0, -0x007f0080, 0)
+    for i in gl.static_range(4):
+        rows = tile.slice(32 * i, 16)
+        if i == 2:
+            rows.store(gl.where(keep, rows.load(L), none))
+        else:
+            rows.store(gl.where(keep, rows.load(L), zero))
 
 
 @gluon.jit
@@ -174,9 +178,10 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, XC: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
@@ -190,35 +195,25 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     # looked at as the [128, 128] or [128, 64] tile that starts at it, of which only rows that exist are touched.
     blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
     row0 = 32 * s + 2 * T
-    X_L: gl.constexpr = gl.BlockedLayout([8, XC // 32], [1, 32], [1, 1], [1, 0])
-    vec_x = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * (512 // XC), XC], VEC)
-    tile = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 128], TILE)
-    ks = tile.slice(0, 16)
-    qs = tile.slice(32, 16)
-    gs = tile.slice(64, 16)
+    X_L: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 1], [1, 0])
+    vec_64 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC)
     vec = vec_s.index(s)
     beta_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 24 + T)
     z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
-        mask_tile(ks, qs, gs, tile.slice(96, 16), valid)
+        mask_tile(blocks.index(row0)._reinterpret(gl.int32, [128, 64], PAIRS), valid)
     beta = beta_s.load(gl.SliceLayout(1, M2))
     beta_col = beta_s.load(gl.SliceLayout(0, M2))
-    # |q|^2 on the tensor cores: the diagonal of q q^T
-    Qn = z16
-    for j in gl.static_range(2):
-        qj = qs.slice(64 * j, 64, dim=1).load(A_L)
-        Qn = mma_v2(qj, transposed(qj, B_L), Qn)
-    beta_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(419, 1)))
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
     re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
-    for j in range(two if XC == 64 else 1):
-        bias = vec_x.index(512 // XC * s + j).load(gl.SliceLayout(0, X_L))[None, :]
-        carry = gl.full([XC], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
+    for j in range(two):
+        bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
+        carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
         for h in range(two):
-            rows = blocks.index(row0 + 16 * j + h)._reinterpret(gl.bfloat16, [128, XC], TILE)
+            rows = blocks.index(row0 + 16 * j + h)._reinterpret(gl.bfloat16, [128, 64], TILE)
             kh = rows.slice(0, 8)
             qh = rows.slice(32, 8)
             gh = rows.slice(64, 8)
@@ -232,7 +227,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             qh.store((to_fp32(qh.load(X_L)) * E).to(gl.bfloat16))
             gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
         # gamma of this tile: where the second tile and the consumers look for gamma1, or in spare words
-        vec_x.index(512 // XC * s + (128 + 128 * T) // XC + j).store(ex2(carry - SHIFT))
+        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(carry - SHIFT))
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
     # m becomes Kr
@@ -287,8 +282,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         kj = panel.slice(0, 16)
         W = mma_v2(TW, kj.load(B_L), zero)
         if T == 1:
-            gamma1_j = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC).index(8 * s + 2 + j)
-            W = W * gamma1_j.load(gl.SliceLayout(0, M2))[None, :]
+            W = W * vec_64.index(8 * s + 2 + j).load(gl.SliceLayout(0, M2))[None, :]
             W = mma_v2(C, tile1.slice(0, 16).load(B_L), W)
         kj.store(W.to(gl.bfloat16))
         if 64 * j < VC:
@@ -303,11 +297,11 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
 def skip_tile(tile_s, vec_s, z_s, half, s, phase):
     """Factors of a second tile without tokens: zeros, and the first tile's decay."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     L: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
     V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    tile = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE).index(32 * s + 2)._reinterpret(
-        gl.bfloat16, [128, 128], TILE)
-    mask_tile(tile.slice(0, 16), tile.slice(32, 16), tile.slice(64, 16), tile.slice(96, 16), 0.0)
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
+    mask_tile(blocks.index(32 * s + 2)._reinterpret(gl.int32, [128, 64], PAIRS), 0.0)
     z = z_s.index(s).slice(16, 16)
     zero = gl.zeros([16, 16], gl.bfloat16, L)
     z.slice(0, 16, dim=1).store(zero)
@@ -327,24 +321,24 @@ def tile_of(i, SP: gl.constexpr, LAG: gl.constexpr):
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, XC: gl.constexpr,
-              LAG: gl.constexpr):
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
 
     The lag is there so that a second tile seldom has to wait for its first.
     """
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
+    rfull, ready, half, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     i = WID
     if WID % 2 == 1 and WID // 2 < LAG:
         i += NP
     T, s, phase = tile_of(i, SP, LAG)
-    mbarrier.wait(rfull.index(s), phase)
+    mbarrier.wait(ready.index(s), phase)
     left = scalar(vec_s.index(s).slice(416, 1))
     while left > 0.0:
+        mbarrier.wait(rfull.index(s), phase)    # long complete; what makes the bytes visible here
         if left > 16.0 * T:
-            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT, XC)
+            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
         else:
             skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
         fence_async_shared()
@@ -354,7 +348,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
         mbarrier.arrive(full.index(s), count=1)
         i += NP
         T, s, phase = tile_of(i, SP, LAG)
-        mbarrier.wait(rfull.index(s), phase)
+        mbarrier.wait(ready.index(s), phase)
         left = scalar(vec_s.index(s).slice(416, 1))
 
 
@@ -364,10 +358,18 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
+    rfull, ready, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
+    B_L: gl.constexpr = gl.DotOperandLayout(1, M2, 2)
+    blocks = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 64], TILE)
+    vec_16 = vec_s._reinterpret(gl.float32, [32 * SP, 16], VEC)
+    diagonal = gl.arange(0, 16, gl.SliceLayout(1, M2))[:, None] == gl.arange(0, 16, gl.SliceLayout(0, M2))[None, :]
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -392,7 +394,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
         rate = gl.minimum(gl.maximum(rate * LOG2E, 1e-30), 1e18)
         neg_rate = -((rate.to(gl.int32, bitcast=True) + 128) & -256).to(gl.float32, bitcast=True)
         bias = gl.minimum(gl.maximum(dt, -1e18), 1e18) * neg_rate
-        meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
+        meta = gl.where(field == 1, neg_rate, inv_bound)
         beta_head = beta_ptr + head.to(gl.int64) * beta_h
         for left in range(length, 0, -32):
             t = begin + (length - left)
@@ -410,7 +412,16 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
             vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
-            mbarrier.arrive(bar, count=1)
+            # |q|^2 is the diagonal of q q^T; here because this warp has the time and prep has not
+            mbarrier.wait(bar, phase ^ 1)
+            for T in gl.static_range(2):
+                norm2 = gl.zeros([16, 16], gl.float32, M2)
+                for j in gl.static_range(2):
+                    q = blocks.index(8 * s + 4 * j + 1).slice(16 * T, 16).load(A_L)
+                    norm2 = mma_v2(q, transposed(q, B_L), norm2)
+                rq = gl.rsqrt(gl.sum(gl.where(diagonal, norm2, 0.0), 1) + L2_EPS) * (scale * INV_SHIFT)
+                vec_16.index(32 * s + 28 + T).store(rq)
+            mbarrier.arrive(ready.index(s), count=1)
             s += 1
             if s == SP:
                 s = 0
@@ -418,7 +429,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
     for _ in range((NP + 1) // 2 + LAG):    # at most SP: nobody empties these stages
         mbarrier.wait(empty.index(s), phase)
         vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
-        mbarrier.arrive(rfull.index(s), count=2)
+        mbarrier.arrive(ready.index(s), count=1)
         s += 1
         if s == SP:
             s = 0
@@ -433,7 +444,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     """
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
+    rfull, ready, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     MV: gl.constexpr = 128 // VSPLIT
@@ -477,7 +488,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
             S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
             PQ = warpgroup_mma_wait(0, deps=(PQ,))
             u = tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
-            rq = vec.slice(384, 32).load(gl.SliceLayout(0, R_L))
+            rq = vec.slice(448, 32).load(gl.SliceLayout(0, R_L))
             P, O = gl.split(gl.permute(gl.reshape(PQ, [MV, 2, 32]), [0, 2, 1]))
             P = gl.convert_layout(P, R_L, assert_trivial=True)
             O = gl.convert_layout(O, R_L, assert_trivial=True)
@@ -515,141 +526,13 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     tma.store_wait(0)
 
 
-@gluon.jit
-def load_state(ptr, slot, stride, head, offsets, is_bf16, S_L: gl.constexpr):
-    """[64, 128] rows of a V-first state in fp32; zeros without a slot."""
-    S = gl.zeros([64, 128], gl.float32, S_L)
-    if slot >= 0:
-        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
-        if is_bf16 != 0:
-            S = gl.load(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets).to(gl.float32)
-        else:
-            S = gl.load(ptr + off + offsets)
-    return S
-
-
-@gluon.jit
-def store_state(ptr, slot, stride, head, offsets, is_bf16, S):
-    if slot >= 0:
-        off = slot.to(gl.int64) * stride + head.to(gl.int64) * 16384
-        if is_bf16 != 0:
-            gl.store(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + offsets, S.to(gl.bfloat16))
-        else:
-            gl.store(ptr + off + offsets, S)
-
-
-@gluon.jit
-def read_state(S, tile, gamma, S_L: gl.constexpr, R_L: gl.constexpr):
-    """Issue P = St W^T and O = St Q^T, and decay the state while they run."""
-    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
-    zero = gl.zeros([64, 32], gl.float32, R_L)
-    Sb = gl.convert_layout(S.to(gl.bfloat16), A_R, assert_trivial=True)
-    P = warpgroup_mma(Sb, tile.slice(0, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
-    O = warpgroup_mma(Sb, tile.slice(32, 32).permute([1, 0]), zero, use_acc=False, is_async=True)
-    S = S * gamma.load(gl.SliceLayout(0, S_L))[None, :]
-    return S, P, O
-
-
-@gluon.jit
-def write_state(S, P, O, tile, z, COL: gl.constexpr, S_L: gl.constexpr, R_L: gl.constexpr):
-    """Issue S += R^T Kr and O += R^T Z^T for V channels COL.. of the CTA."""
-    u = tile.slice(96, 32).slice(COL, 64, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
-    R = (u - P).to(gl.bfloat16)
-    S = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, S_L, 2), assert_trivial=True), tile.slice(64, 32), S,
-                      is_async=True)
-    O = warpgroup_mma(gl.convert_layout(R, gl.DotOperandLayout(0, R_L, 2), assert_trivial=True), z.permute([1, 0]), O,
-                      is_async=True)
-    return S, O
-
-
-@gluon.jit
-def store_out(O, rq, o_s, out_desc, outputs, token, head, vchan, left, R_L: gl.constexpr):
-    """Whole steps leave by TMA, a last partial one by masked stores: rows past the end belong to someone else."""
-    out_ptr, out_t, out_h = outputs
-    out = (O * rq[None, :]).to(gl.bfloat16)
-    if left >= 32:
-        o_s.permute([1, 0]).store(out)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [token, head, vchan],
-                                        o_s._reinterpret(gl.bfloat16, [32, 1, 64], gl.NVMMASharedLayout(128, 16, 3)))
-    else:
-        ov = gl.arange(0, 64, gl.SliceLayout(1, R_L))[:, None]
-        ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
-        row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
-        gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
-
-
-@gluon.jit
-def consumer_parts(work, smem, o_s, out_desc, outputs, states, NV: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr):
-    """The recurrence for NV parts of 64 V channels; the second part's products run behind the first's arithmetic."""
-    cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
-    tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
-    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    vchan = 64 * (gl.program_id(0) % VSPLIT)    # first V channel of the CTA
-    sv = gl.arange(0, 64, gl.SliceLayout(1, S_L))[:, None]
-    sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
-    s_off = (vchan + sv) * 128 + sk
-    s = 0
-    phase = 0
-    for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
-        segment = item // heads
-        head = item % heads
-        begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
-        slot = -1
-        if (flags & HAS_INITIAL) != 0:
-            slot = state_slot(in_index_ptr, segment, flags & HAS_IN_INDEX, in_slots)
-        S0 = load_state(h0_ptr, slot, h0_stride, head, s_off, flags & INITIAL_BF16, S_L)
-        if NV == 2:
-            S1 = load_state(h0_ptr, slot, h0_stride, head, s_off + 64 * 128, flags & INITIAL_BF16, S_L)
-        for left in range(length, 0, -32):
-            token = begin + (length - left)
-            mbarrier.wait(full.index(s), phase)
-            tile = tile_s.index(s)
-            gamma = vec_s.index(s).slice(0, 128)
-            z = z_s.index(s)
-            S0, P0, O0 = read_state(S0, tile, gamma, S_L, R_L)
-            P0, O0 = warpgroup_mma_wait(0, deps=(P0, O0))
-            S0, O0 = write_state(S0, P0, O0, tile, z, 0, S_L, R_L)
-            if NV == 2:
-                S1, P1, O1 = read_state(S1, tile, gamma, S_L, R_L)
-                tma.store_wait(0)
-                S0, O0 = warpgroup_mma_wait(2, deps=(S0, O0))
-                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
-                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
-                P1, O1 = warpgroup_mma_wait(0, deps=(P1, O1))
-                S1, O1 = write_state(S1, P1, O1, tile, z, 64, S_L, R_L)
-                S1, O1 = warpgroup_mma_wait(0, deps=(S1, O1))
-                mbarrier.arrive(empty.index(s), count=1)
-                store_out(O1, rq, o_s.index(1), out_desc, outputs, token, head, vchan + 64, left, R_L)
-            else:
-                rq = vec_s.index(s).slice(256, 32).load(gl.SliceLayout(0, R_L))
-                S0, O0 = warpgroup_mma_wait(0, deps=(S0, O0))
-                mbarrier.arrive(empty.index(s), count=1)
-                tma.store_wait(0)
-                store_out(O0, rq, o_s.index(0), out_desc, outputs, token, head, vchan, left, R_L)
-            s += 1
-            if s == SP:
-                s = 0
-                phase ^= 1
-        slot = -1
-        if (flags & HAS_FINAL) != 0:
-            slot = state_slot(out_index_ptr, segment, flags & HAS_OUT_INDEX, out_slots)
-        store_state(ht_ptr, slot, ht_stride, head, s_off, flags & FINAL_BF16, S0)
-        if NV == 2:
-            store_state(ht_ptr, slot, ht_stride, head, s_off + 64 * 128, flags & FINAL_BF16, S1)
-    tma.store_wait(0)
-
-
 @gluon.jit(do_not_specialize=("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots",
                               "out_slots", "beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"))
 def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
                 CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
-                XC: gl.constexpr, CW: gl.constexpr, LAG: gl.constexpr):
+                LAG: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -658,65 +541,50 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     for j in gl.static_range(SP):
         z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
-        mbarrier.init(rfull.index(j), count=2)
+        mbarrier.init(rfull.index(j), count=1)
+        mbarrier.init(ready.index(j), count=1)
         mbarrier.init(half.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
     work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
-    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
+    smem = (tile_s, vec_s, z_s, rk_s, (rfull, ready, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond that setmaxnreg is dropped silently.
-    if NP == 7:
+    if VSPLIT == 1:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
         ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
-    elif VSPLIT == 2:
+    else:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC, LAG)),
-        ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
-    else:
-        o4_s = o_s._reinterpret(gl.bfloat16, [2, 32, 64], TILE)
-        gl.warp_specialize([
-            (consumer_parts, (work, smem, o4_s, out_desc, outputs, states, 2 // VSPLIT, SP, VSPLIT)),
-            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT, XC, LAG)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT, XC, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
