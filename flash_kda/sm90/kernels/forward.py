@@ -162,23 +162,54 @@ def transposed(x, L: gl.constexpr):
 
 
 @gluon.jit
-def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr):
-    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`, 64 channels at a time."""
+def product_panel(blocks, row, row_m, j, A, Z, A_L: gl.constexpr, B_L: gl.constexpr):
+    """Add the products of 64 channels to k m^T and q m^T."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+    b = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16).permute([1, 0]).load(B_L)
+    A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
+    Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
+    return A, Z
+
+
+@gluon.jit
+def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr, UN: gl.constexpr):
+    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`."""
     A = zero
     Z = zero
-    for j in range(two):
-        panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-        b = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16).permute([1, 0]).load(B_L)
-        A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
-        Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
+    if UN:
+        for j in gl.static_range(2):
+            A, Z = product_panel(blocks, row, row_m, j, A, Z, A_L, B_L)
+    else:
+        for j in range(two):
+            A, Z = product_panel(blocks, row, row_m, j, A, Z, A_L, B_L)
     return A, Z
+
+
+@gluon.jit
+def operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC: gl.constexpr, B_L: gl.constexpr, M2: gl.constexpr):
+    """64 channels of W and U from d and v, in place."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    panel = blocks.index(32 * s + 2 * T + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+    tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+    kj = panel.slice(0, 16)
+    W = mma_v2(TW, kj.load(B_L), zero)
+    if T == 1:
+        W = W * vec_64.index(8 * s + 2 + j).load(gl.SliceLayout(0, M2))[None, :]
+        W = mma_v2(C, tile1.slice(0, 16).load(B_L), W)
+    kj.store(W.to(gl.bfloat16))
+    if 64 * j < VC:
+        vj = panel.slice(96, 16)
+        U = mma_v2(TU, vj.load(B_L), zero)
+        if T == 1:
+            U = mma_v2(C, tile1.slice(96, 16).load(B_L), U)
+        vj.store(U.to(gl.bfloat16))
 
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, UN: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -228,7 +259,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
         # gamma of this tile: where the second tile and the consumers look for gamma1, or in spare words
         vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(carry - SHIFT))
-    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
+    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, UN)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
     # m becomes Kr
     gamma = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 4, 128], VEC).index(4 * s + 1 + T).load(C_L)
@@ -262,7 +293,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     C = gl.zeros([16, 16], gl.bfloat16, A_L)
     if T == 1:
         mbarrier.wait(half, phase)
-        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L)
+        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L, UN)
         z_b.index(4 * s + 1).store(Z21.to(gl.bfloat16))
         C = gl.convert_layout((-mma_v2(TW, gl.convert_layout(L21.to(gl.bfloat16), B_L), z16)).to(gl.bfloat16), A_L)
         gamma1 = vec.slice(128, 128).load(C_L)
@@ -276,21 +307,12 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             qh.store(mul_split(qh.load(E_L), hi1, lo1))
             gh.store(mul_split(gh.load(E_L), hi2, lo2))
     zero = gl.zeros([16, 64], gl.float32, M2)
-    for j in range(two):
-        panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-        tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-        kj = panel.slice(0, 16)
-        W = mma_v2(TW, kj.load(B_L), zero)
-        if T == 1:
-            W = W * vec_64.index(8 * s + 2 + j).load(gl.SliceLayout(0, M2))[None, :]
-            W = mma_v2(C, tile1.slice(0, 16).load(B_L), W)
-        kj.store(W.to(gl.bfloat16))
-        if 64 * j < VC:
-            vj = panel.slice(96, 16)
-            U = mma_v2(TU, vj.load(B_L), zero)
-            if T == 1:
-                U = mma_v2(C, tile1.slice(96, 16).load(B_L), U)
-            vj.store(U.to(gl.bfloat16))
+    if UN:
+        for j in gl.static_range(2):
+            operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC, B_L, M2)
+    else:
+        for j in range(two):
+            operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC, B_L, M2)
 
 
 @gluon.jit(noinline=True)
@@ -321,7 +343,8 @@ def tile_of(i, SP: gl.constexpr, LAG: gl.constexpr):
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr):
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr,
+              UN: gl.constexpr):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
 
     The lag is there so that a second tile seldom has to wait for its first.
@@ -338,7 +361,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     while left > 0.0:
         mbarrier.wait(rfull.index(s), phase)    # long complete; what makes the bytes visible here
         if left > 16.0 * T:
-            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
+            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT, UN)
         else:
             skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
         fence_async_shared()
@@ -532,7 +555,7 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
                 in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
                 CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
-                LAG: gl.constexpr):
+                LAG: gl.constexpr, UN: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -564,27 +587,27 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, UN)),
         ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
     else:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
             (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
-            (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG, UN)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG, UN)),
         ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
