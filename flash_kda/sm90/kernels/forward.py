@@ -1,18 +1,19 @@
 """Fused KDA forward for Hopper: raw q, k, v, g, beta to outputs and final states in one launch.
 
 A CTA owns one (segment, head) work item at a time, or one half of its V channels (VSPLIT = 2), and walks it in steps of
-32 tokens, two 16-token tiles with their own anchors. With tile 1 the earlier and tile 2 the later one, d = k E, m = k / E,
-z = q E (E = exp(G)), gamma = E_last, and Kr = m gamma:
+32 tokens, two 16-token tiles with their own anchors. With tile 1 the earlier and 2 the later one, d = k E, m = k / E,
+z = q E (E = exp(G), G the cumulative sum of log alpha in the tile), gamma the last row of E, b = beta, and T the unit lower
+triangular (I + tril(k^ E (k^ / E)^T, -1) diag(b))^-1 of the normalised keys k^ = k / |k|:
 
-    [W1]   [      T1       0 ] [ d1        ]     [U1]   [      T1       0 ] [v1]     T = (I + tril(beta d m^T, -1))^-1 beta
-    [W2] = [-T2 L21 T1    T2 ] [ d2 gamma1 ]     [U2] = [-T2 L21 T1    T2 ] [v2]     L21 = d2 Kr1^T
-    Q = [z1; z2 gamma1]   Z = [[tril(z1 m1^T), 0], [z2 Kr1^T, tril(z2 m2^T)]]   Kr = [Kr1 gamma2; Kr2]
-    R = U - W S      out = Q S + Z R      S <- gamma1 gamma2 S + Kr^T R
+    W1 = b T1 d1                                U1 = b T1 v1            Kr1 = m1 gamma1
+    W2 = b (T2 d2 gamma1 - C W1)                U2 = b (T2 v2 - C U1)   C = T2 (d2 Kr1^T)
+    Q = [z1; z2 gamma1]                         Z = [[tril(z1 m1^T), 0], [z2 Kr1^T, tril(z2 m2^T)]]
+    R = U - W S      out = Q S + Z R      S <- gamma2 (gamma1 S + [Kr1; m2]^T R)
 
 Every exponent but the one of m is <= 0, and the one of m is at most 16 |lower_bound|. E carries a common factor
 2^SHIFT that cancels in every product: it keeps m of large raw keys, and d of small ones, inside the range of bf16.
-Keys and queries are never normalised: |k|^2 is the diagonal of d m^T, 1/|k| is folded into T so that R comes out as
-R/|k| and Kr needs no factor; 1/|q|, the scale and 2^-SHIFT multiply the outputs.
+Keys and queries are never normalised: |k|^2 is the diagonal of d m^T, and powers of 1/|k| on the 16 x 16 matrices make R
+come out as R/|k|, so that m and Kr need none; 1/|q|, the scale and 2^-SHIFT multiply the outputs.
 
 Warp roles
     consumers   4 warps for each 64 V channels: the state St[v, k], fp32, lives in their wgmma accumulators
@@ -21,11 +22,11 @@ Warp roles
                 alternates first and second tiles
 
 Shared memory, for each of SP stages (factors replace raw inputs in place)
-    tile [128, 128] bf16   rows 0-31 k, then W; 32-63 q, then Q (with W one N = 64 wgmma operand); 64-95 g, then m, then
-                           Kr; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
-    vec [512] fp32         0-127 dt_bias META[1], then gamma of the step; 128-255 gamma1; 256-383 gamma2; 384-415 beta;
-                           448-479 scale 2^-SHIFT / |q|; 416-418 META: tokens left, -exp(A_log) log2(e),
-                           1 / (lower_bound log2(e))
+    tile [128, 128] bf16   rows 0-31 k, then d, then W; 32-63 q, then z, then Q (with W one N = 64 wgmma operand);
+                           64-95 g, then m, the first 16 then Kr1; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
+    vec [512] fp32         0-127 dt_bias META[1], then gamma1 2^-SHIFT; 128-255 gamma1; 256-383 gamma2 2^SHIFT;
+                           384-415 beta; 448-479 scale 2^-SHIFT / |q|; 416-418 META: tokens left,
+                           -exp(A_log) log2(e), 1 / (lower_bound log2(e))
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
@@ -187,7 +188,7 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 
 
 @gluon.jit
-def operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC: gl.constexpr, B_L: gl.constexpr, M2: gl.constexpr):
+def operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC: gl.constexpr, B_L: gl.constexpr, M2: gl.constexpr):
     """64 channels of W and U from d and v, in place."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     panel = blocks.index(32 * s + 2 * T + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
@@ -196,14 +197,14 @@ def operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC: gl.constexpr, B_
     W = mma_v2(TW, kj.load(B_L), zero)
     if T == 1:
         W = W * vec_64.index(8 * s + 2 + j).load(gl.SliceLayout(0, M2))[None, :]
-        W = mma_v2(C, tile1.slice(0, 16).load(B_L), W)
+        W = mma_v2(CW, tile1.slice(0, 16).load(B_L), W)
     kj.store(W.to(gl.bfloat16))
     if 64 * j < VC:
         vj = panel.slice(96, 16)
         U = mma_v2(TU, vj.load(B_L), zero)
         if T == 1:
-            U = mma_v2(C, tile1.slice(96, 16).load(B_L), U)
-        vj.store(U.to(gl.bfloat16))
+            U = mma_v2(CU, tile1.slice(96, 16).load(B_L), U)
+        vj.store((U * row[:, None]).to(gl.bfloat16))
 
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
@@ -258,21 +259,21 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             qh.store((to_fp32(qh.load(X_L)) * E).to(gl.bfloat16))
             gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
         # gamma of this tile: where the second tile and the consumers look for gamma1, or in spare words
-        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(carry - SHIFT))
+        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(carry - SHIFT * (1.0 - T)))
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, UN)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
-    # m becomes Kr
-    gamma = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 4, 128], VEC).index(4 * s + 1 + T).load(C_L)
-    hi, lo = split_bf16(gamma * (1.0 / INV_SHIFT))
-    for h in range(two):
-        gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
-        gh.store(mul_split(gh.load(E_L), hi, lo))
+    # m of the first tile becomes Kr1; the second tile's meets the state before its own decay does, and needs no factor
+    if T == 0:
+        hi, lo = split_bf16(vec.slice(128, 128).load(C_L))
+        for h in range(two):
+            gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
+            gh.store(mul_split(gh.load(E_L), hi, lo))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
-    # (I + N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An accumulator is an A
+    # T = (I - N)^-1, N = -tril(...) with beta on the columns of N, by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An accumulator is an A
     # operand as it stands, and its transpose a B operand, so the inverse is kept together with its transpose.
-    N = gl.where(rm > cm, A * (-beta * rk)[:, None] * rkc[None, :], 0.0)
+    N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
     Nt = gl.convert_layout(gl.permute(N, [1, 0]), M2)
     NB = transposed(Nt.to(gl.bfloat16), B_L)
     x = rm ^ cm
@@ -287,32 +288,32 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         inv = mma_v2(gl.convert_layout(Y, A_L), transposed(itb, B_L), inv)
         if l < 3:
             inv_t = mma_v2(gl.convert_layout(itb, A_L), transposed(Y, B_L), inv_t)
-    tu = inv * beta_col[None, :] * rk[:, None]
-    TW = gl.convert_layout((tu * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
-    TU = gl.convert_layout(tu.to(gl.bfloat16), A_L)
-    C = gl.zeros([16, 16], gl.bfloat16, A_L)
+    # T has a unit diagonal, so U takes it before beta / |k|, its row factor: bf16 rounds only what is off the diagonal
+    row = beta * rk
+    TU = gl.convert_layout(inv.to(gl.bfloat16), A_L)
+    TW = gl.convert_layout((inv * row[:, None] * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
+    CU = gl.zeros([16, 16], gl.bfloat16, A_L)
+    CW = CU
     if T == 1:
         mbarrier.wait(half, phase)
         L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L, UN)
-        z_b.index(4 * s + 1).store(Z21.to(gl.bfloat16))
-        C = gl.convert_layout((-mma_v2(TW, gl.convert_layout(L21.to(gl.bfloat16), B_L), z16)).to(gl.bfloat16), A_L)
+        z_b.index(4 * s + 1).store((Z21 * (1.0 / INV_SHIFT)).to(gl.bfloat16))
+        C = -mma_v2(TU, gl.convert_layout((L21 * rk[:, None]).to(gl.bfloat16), B_L), z16)
+        CU = gl.convert_layout(C.to(gl.bfloat16), A_L)
+        CW = gl.convert_layout((C * row[:, None]).to(gl.bfloat16), A_L)
         gamma1 = vec.slice(128, 128).load(C_L)
-        vec.slice(0, 128).store(gamma1 * gamma)
-        hi1, lo1 = split_bf16(gamma1)
-        hi2, lo2 = split_bf16(gamma)
+        vec.slice(0, 128).store(gamma1 * INV_SHIFT)
+        hi, lo = split_bf16(gamma1)
         for h in range(two):
-            rows = blocks.index(32 * s + h)._reinterpret(gl.bfloat16, [128, 128], TILE)
-            qh = rows.slice(48, 8)
-            gh = rows.slice(64, 8)
-            qh.store(mul_split(qh.load(E_L), hi1, lo1))
-            gh.store(mul_split(gh.load(E_L), hi2, lo2))
+            qh = blocks.index(32 * s + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(48, 8)
+            qh.store(mul_split(qh.load(E_L), hi, lo))
     zero = gl.zeros([16, 64], gl.float32, M2)
     if UN:
         for j in gl.static_range(2):
-            operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC, B_L, M2)
+            operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC, B_L, M2)
     else:
         for j in range(two):
-            operand_panel(blocks, vec_64, TW, TU, C, zero, s, T, j, VC, B_L, M2)
+            operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC, B_L, M2)
 
 
 @gluon.jit(noinline=True)
@@ -331,7 +332,8 @@ def skip_tile(tile_s, vec_s, z_s, half, s, phase):
     vec = vec_s.index(s)
     vec.slice(400, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.wait(half, phase)
-    vec.slice(0, 128).store(vec.slice(128, 128).load(V))
+    vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
+    vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
 
 
 @gluon.jit
@@ -520,6 +522,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
             OZ = warpgroup_mma(gl.convert_layout(R, A_R, assert_trivial=True), z_s.index(s).permute([1, 0]), zero32,
                                use_acc=False, is_async=True)
             S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
+            S = S * vec.slice(256, 128).load(gl.SliceLayout(0, S_L))[None, :]
             mbarrier.arrive(empty.index(s), count=1)
             out = ((O + OZ) * rq[None, :]).to(gl.bfloat16)
             token = begin + (length - left)
