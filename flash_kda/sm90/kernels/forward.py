@@ -241,9 +241,11 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
     re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
+    gamma_scale = gl.where(T == 0, 1.0, 1.0 / INV_SHIFT)
     for j in range(two):
         bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
         carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
         for h in range(two):
             rows = blocks.index(row0 + 16 * j + h)._reinterpret(gl.bfloat16, [128, 64], TILE)
             kh = rows.slice(0, 8)
@@ -253,13 +255,14 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
             G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
             carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
+            total += gl.sum(lg, 0)
             E = ex2(G)
             kf = to_fp32(kh.load(X_L))
             kh.store((kf * E).to(gl.bfloat16))
             qh.store((to_fp32(qh.load(X_L)) * E).to(gl.bfloat16))
             gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
-        # gamma of this tile: where the second tile and the consumers look for gamma1, or in spare words
-        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(carry - SHIFT * (1.0 - T)))
+        # gamma1, or gamma2 2^SHIFT; of a sum without SHIFT, whose rounding would bias slow decays over many tiles
+        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, UN)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
     # m of the first tile becomes Kr1; the second tile's meets the state before its own decay does, and needs no factor
@@ -271,8 +274,8 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
-    # T = (I - N)^-1, N = -tril(...) with beta on the columns of N, by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An accumulator is an A
-    # operand as it stands, and its transpose a B operand, so the inverse is kept together with its transpose.
+    # The inverse T = (I - N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An
+    # accumulator is an A operand as it stands and its transpose a B operand, so T is kept together with its transpose.
     N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
     Nt = gl.convert_layout(gl.permute(N, [1, 0]), M2)
     NB = transposed(Nt.to(gl.bfloat16), B_L)
@@ -330,7 +333,6 @@ def skip_tile(tile_s, vec_s, z_s, half, s, phase):
     z.slice(0, 16, dim=1).store(zero)
     z.slice(16, 16, dim=1).store(zero)
     vec = vec_s.index(s)
-    vec.slice(400, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.wait(half, phase)
     vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
     vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
