@@ -25,14 +25,13 @@ Shared memory, for each of SP stages (factors replace raw inputs in place)
     tile [128, 128] bf16   rows 0-31 k, then d, then W; 32-63 q, then z, then Q (with W one N = 64 wgmma operand);
                            64-95 g, then m, the first 16 then Kr1; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
     vec [512] fp32         0-127 dt_bias META[1], then gamma1 2^-SHIFT; 128-255 gamma1; 256-383 gamma2 2^SHIFT;
-                           384-415 beta; 448-479 scale 2^-SHIFT / |q|; 416-418 META: tokens left,
-                           -exp(A_log) log2(e), 1 / (lower_bound log2(e))
+                           384-415 beta; 448-479 scale 2^-SHIFT / |q|; 416-419 META: tokens left,
+                           -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
 
 Barriers, for each stage
-    rfull  TMA: the raw tiles are there
-    ready  the producer: so are `vec` and 1 / |q|, or the end mark
+    rfull  the producer: TMA bytes, and its own arrival for `vec` or the end mark
     half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
     full   both prep warps, to the consumers: all factors are there
     empty  the consumers, to the producer: the stage may be overwritten
@@ -237,6 +236,13 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         mask_tile(blocks.index(row0)._reinterpret(gl.int32, [128, 64], PAIRS), valid)
     beta = beta_s.load(gl.SliceLayout(1, M2))
     beta_col = beta_s.load(gl.SliceLayout(0, M2))
+    # |q|^2 on the tensor cores: the diagonal of q q^T
+    Qn = z16
+    for j in gl.static_range(2):
+        q = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+        Qn = mma_v2(q, transposed(q, B_L), Qn)
+    rq_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 28 + T)
+    rq_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(419, 1)))
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
@@ -333,6 +339,7 @@ def skip_tile(tile_s, vec_s, z_s, half, s, phase):
     z.slice(0, 16, dim=1).store(zero)
     z.slice(16, 16, dim=1).store(zero)
     vec = vec_s.index(s)
+    vec.slice(464, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.wait(half, phase)
     vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
     vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
@@ -354,16 +361,15 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     The lag is there so that a second tile seldom has to wait for its first.
     """
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, ready, half, full, empty = bars
+    rfull, half, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     i = WID
     if WID % 2 == 1 and WID // 2 < LAG:
         i += NP
     T, s, phase = tile_of(i, SP, LAG)
-    mbarrier.wait(ready.index(s), phase)
+    mbarrier.wait(rfull.index(s), phase)
     left = scalar(vec_s.index(s).slice(416, 1))
     while left > 0.0:
-        mbarrier.wait(rfull.index(s), phase)    # long complete; what makes the bytes visible here
         if left > 16.0 * T:
             prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT, UN)
         else:
@@ -375,7 +381,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
         mbarrier.arrive(full.index(s), count=1)
         i += NP
         T, s, phase = tile_of(i, SP, LAG)
-        mbarrier.wait(ready.index(s), phase)
+        mbarrier.wait(rfull.index(s), phase)
         left = scalar(vec_s.index(s).slice(416, 1))
 
 
@@ -385,18 +391,10 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, ready, half, full, empty = bars
+    rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
-    B_L: gl.constexpr = gl.DotOperandLayout(1, M2, 2)
-    blocks = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 64], TILE)
-    vec_16 = vec_s._reinterpret(gl.float32, [32 * SP, 16], VEC)
-    diagonal = gl.arange(0, 16, gl.SliceLayout(1, M2))[:, None] == gl.arange(0, 16, gl.SliceLayout(0, M2))[None, :]
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -421,7 +419,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
         rate = gl.minimum(gl.maximum(rate * LOG2E, 1e-30), 1e18)
         neg_rate = -((rate.to(gl.int32, bitcast=True) + 128) & -256).to(gl.float32, bitcast=True)
         bias = gl.minimum(gl.maximum(dt, -1e18), 1e18) * neg_rate
-        meta = gl.where(field == 1, neg_rate, inv_bound)
+        meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
         beta_head = beta_ptr + head.to(gl.int64) * beta_h
         for left in range(length, 0, -32):
             t = begin + (length - left)
@@ -439,16 +437,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
             vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
-            # |q|^2 is the diagonal of q q^T; here because this warp has the time and prep has not
-            mbarrier.wait(bar, phase ^ 1)
-            for T in gl.static_range(2):
-                norm2 = gl.zeros([16, 16], gl.float32, M2)
-                for j in gl.static_range(2):
-                    q = blocks.index(8 * s + 4 * j + 1).slice(16 * T, 16).load(A_L)
-                    norm2 = mma_v2(q, transposed(q, B_L), norm2)
-                rq = gl.rsqrt(gl.sum(gl.where(diagonal, norm2, 0.0), 1) + L2_EPS) * (scale * INV_SHIFT)
-                vec_16.index(32 * s + 28 + T).store(rq)
-            mbarrier.arrive(ready.index(s), count=1)
+            mbarrier.arrive(bar, count=1)
             s += 1
             if s == SP:
                 s = 0
@@ -456,7 +445,7 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
     for _ in range((NP + 1) // 2 + LAG):    # at most SP: nobody empties these stages
         mbarrier.wait(empty.index(s), phase)
         vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
-        mbarrier.arrive(ready.index(s), count=1)
+        mbarrier.arrive(rfull.index(s), count=2)
         s += 1
         if s == SP:
             s = 0
@@ -471,7 +460,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     """
     cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
-    rfull, ready, half, full, empty = bars
+    rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
     MV: gl.constexpr = 128 // VSPLIT
@@ -569,21 +558,19 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     for j in gl.static_range(SP):
         z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
-        mbarrier.init(rfull.index(j), count=1)
-        mbarrier.init(ready.index(j), count=1)
+        mbarrier.init(rfull.index(j), count=2)
         mbarrier.init(half.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
     work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
-    smem = (tile_s, vec_s, z_s, rk_s, (rfull, ready, half, full, empty))
+    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
