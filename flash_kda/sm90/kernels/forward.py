@@ -2,8 +2,8 @@
 
 A CTA owns one (segment, head) work item at a time, or one half of its V channels (VSPLIT = 2), and walks it in steps of
 32 tokens, two 16-token tiles with their own anchors. With tile 1 the earlier and 2 the later one, d = k E, m = k / E,
-z = q E (E = exp(G), G the cumulative sum of log alpha in the tile), gamma the last row of E, b = beta, and T the unit lower
-triangular (I + tril(k^ E (k^ / E)^T, -1) diag(b))^-1 of the normalised keys k^ = k / |k|:
+z = q E (E = exp(G), G the cumulative sum of log alpha in the tile), gamma the last row of E, b = beta, and T the unit
+lower triangular (I + tril(k^ E (k^ / E)^T, -1) diag(b))^-1 of the normalised keys k^ = k / |k|:
 
     W1 = b T1 d1                                U1 = b T1 v1            Kr1 = m1 gamma1
     W2 = b (T2 d2 gamma1 - C W1)                U2 = b (T2 v2 - C U1)   C = T2 (d2 Kr1^T)
@@ -28,7 +28,7 @@ Shared memory, for each of SP stages (factors replace raw inputs in place)
                            384-415 beta; 448-479 scale 2^-SHIFT / |q|; 416-419 META: tokens left,
                            -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
-and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 64] bf16 per consumer.
+and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 128 / VSPLIT] bf16.
 
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for `vec` or the end mark
@@ -40,6 +40,8 @@ that live across the call into `prep_tile` are registers that it cannot use.
 
 Rows past the end of a segment may hold a neighbour's tokens. Before anything reads them they are replaced, by selection:
 zeros in k, q, v and -inf in g, which makes their decay exactly 1. They are never stored.
+
+Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e30; beyond, a token may overflow into its step.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 L2_EPS = gl.constexpr(1e-6)
-# E carries 2^20: with |G| <= 80 its range is 2^-96 .. 2^20 and that of 1/E 2^-20 .. 2^96, inside fp32 and bf16
+# E carries 2^20: 16 tokens at lower_bound -5 span e^-80, so E is in 2^-96 .. 2^20 and 1/E in 2^-20 .. 2^96
 SHIFT = gl.constexpr(20.0)
 INV_SHIFT = gl.constexpr(2.0 ** -20)
 
@@ -141,7 +143,7 @@ def scalar(mem):
 
 @gluon.jit(noinline=True)
 def mask_tile(tile, valid):
-    """Replace rows >= valid of the raw tile that starts a view of bf16 pairs; once a segment, so not in every tile's code."""
+    """Replace rows >= valid of the raw tile that starts a view of bf16 pairs; once a segment, so a function of its own."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
     keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
     zero = gl.zeros([16, 64], gl.int32, L)
@@ -187,7 +189,8 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 
 
 @gluon.jit
-def operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC: gl.constexpr, B_L: gl.constexpr, M2: gl.constexpr):
+def operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC: gl.constexpr, B_L: gl.constexpr,
+                  M2: gl.constexpr):
     """64 channels of W and U from d and v, in place."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     panel = blocks.index(32 * s + 2 * T + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
@@ -432,7 +435,8 @@ def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.con
                 tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 if j < 2 // VSPLIT:
-                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
+                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar,
+                                                    boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
@@ -489,7 +493,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
         if (flags & HAS_INITIAL) != 0:
             slot = state_slot(in_index_ptr, segment, flags & HAS_IN_INDEX, in_slots)
             if slot >= 0:
-                off = slot.to(gl.int64) * h0_stride + head.to(gl.int64) * 16384
+                off = slot.to(gl.int64) * (h0_stride // 4 * 4) + head.to(gl.int64) * 16384
                 if (flags & INITIAL_BF16) != 0:
                     S = gl.load(h0_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off).to(gl.float32)
                 else:
@@ -535,7 +539,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
         if (flags & HAS_FINAL) != 0:
             slot = state_slot(out_index_ptr, segment, flags & HAS_OUT_INDEX, out_slots)
             if slot >= 0:
-                off = slot.to(gl.int64) * ht_stride + head.to(gl.int64) * 16384
+                off = slot.to(gl.int64) * (ht_stride // 4 * 4) + head.to(gl.int64) * 16384
                 if (flags & FINAL_BF16) != 0:
                     gl.store(ht_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off, S.to(gl.bfloat16))
                 else:
@@ -550,6 +554,27 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
                 out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
                 CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
                 LAG: gl.constexpr, UN: gl.constexpr):
+    """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
+
+    Fewer CTAs than items loop over them; that is faster for many short segments, and the bits are the same.
+
+    Args:
+        q_desc, k_desc, v_desc, g_desc, out_desc: [T_total, heads, 128] bf16, boxes of [32, 1, 64], 128-byte swizzle.
+        beta_ptr, out_ptr: bf16, with token and head strides beta_t, beta_h, out_t, out_h in elements.
+        a_log_ptr [heads], dt_ptr [heads, 128]: fp32, read if `flags` says so (else exp(A_log) = 1, dt_bias = 0).
+        cu_ptr: [n_segments + 1] offsets as 32-bit words, cu_words apart (1: int32; 2: low words of int64), read if
+            seq_len < 0; otherwise segment s is tokens s * seq_len and on. Offsets are clipped to t_total.
+        h0_ptr, ht_ptr: states [slots, heads, 128 (V), 128 (K)], fp32 or (`flags`) bf16 behind the same pointer type, slot
+            strides h0_stride, ht_stride in elements of their dtype, multiples of 4.
+        in_index_ptr, out_index_ptr: int32 slot of each segment, read if `flags` says so (else slot = segment). Slots
+            < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
+        heads, qk_group: value heads; value heads that share a q, k head.
+        n_items: segments * heads. t_total: tokens.
+        flags: HAS_*, *_BF16 above.
+        lower_bound in [-5, 0], scale: fp32.
+        CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
+        LAG: steps by which second tiles trail first ones in the order of prep. UN: unroll prep's loops over panels.
+    """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
@@ -574,7 +599,7 @@ def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_l
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
-    # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond that setmaxnreg is dropped silently.
+    # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:
         gl.warp_specialize([
             (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
