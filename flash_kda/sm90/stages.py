@@ -23,6 +23,10 @@ Key = tuple[object, ...]
 VECTOR = 8
 """bf16 elements in 16 bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
 
+LONG = 1024
+"""Mean tokens a segment from which each item gets a CTA of its own: the hardware then evens out unequal lengths, which gains
+more than the CTAs' starts cost. Below, as many CTAs as SMs take the items in turn. Measured: docs/measured.md."""
+
 KEPT = 1024
 """Kinds of calls that are remembered."""
 
@@ -48,7 +52,8 @@ def refusal(
     else:
         reason = _refusals[key]
     if reason is None:
-        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out)):
+        states = (("initial_state", initial_state), ("final_state", final_state))
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out), *states):
             if x is not None and x.data_ptr() & 15:
                 return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
     return reason
@@ -77,8 +82,10 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
         if parameter is not None and not parameter.is_contiguous():
             return f"{name} has strides {parameter.stride()}, the kernels need it contiguous"
     for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-        if state is not None and not state[0:1].is_contiguous():
-            return f"{name} has strides {state.stride()}, the kernels need contiguous [H,V,K] slots"
+        if state is not None and (not state[:1].is_contiguous() or state.stride(0) % 4):
+            return (
+                f"{name} has strides {state.stride()}, the kernels need contiguous [H,V,K] slots, multiples of 4 elements apart"
+            )
     return None
 
 
@@ -170,7 +177,9 @@ class _Call:
         segments = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
         items = segments * heads
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
-        split = 2 if 2 * items <= _multiprocessors(out.device.index) else 1
+        processors = _multiprocessors(out.device.index)
+        split = 2 if 2 * items <= processors else 1
+        ctas = items if tokens > LONG * segments else min(items, processors)
         bits = sum(
             bit
             for given, bit in (
@@ -189,7 +198,7 @@ class _Call:
         return _Call(
             "forward_split_v" if split == 2 else "forward",
             out.device.index,
-            items * split,
+            ctas * split,
             tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (q, inputs.k, inputs.v, inputs.g, out)),
             (
                 heads,

@@ -89,5 +89,33 @@ class Variant:
         return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
-VARIANTS: tuple[Variant, ...] = ()
-"""The variants that ship."""
+_FORWARD: dict[str, str] = {
+    **dict.fromkeys(("q_desc", "k_desc", "v_desc", "g_desc", "out_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
+    **{"beta_ptr": "*bf16", "out_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "cu_ptr": "*i32"},
+    **{"h0_ptr": "*fp32", "ht_ptr": "*fp32", "in_index_ptr": "*i32", "out_index_ptr": "*i32"},
+    **dict.fromkeys(
+        ("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots", "out_slots"), "i32"
+    ),
+    **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
+    **{"lower_bound": "fp32", "scale": "fp32"},
+}
+
+
+def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.forward",
+        function="kda_forward",
+        signature=_FORWARD,
+        limits=Limits(registers=128),
+        constexprs=constexprs,
+        num_warps=num_warps,
+        aligned=("h0_ptr", "ht_ptr"),
+    )
+
+
+VARIANTS: tuple[Variant, ...] = (
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, UN=0),
+    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, UN=0),
+)
+"""The variants that ship: one CTA an item, and two CTAs an item with half of V each."""

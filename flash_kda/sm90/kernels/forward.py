@@ -49,21 +49,26 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
 
+from . import flags as bits
+
 LOG2E = gl.constexpr(1.4426950408889634)
 L2_EPS = gl.constexpr(1e-6)
 # E carries 2^20: 16 tokens at lower_bound -5 span e^-80, so E is in 2^-96 .. 2^20 and 1/E in 2^-20 .. 2^96
 SHIFT = gl.constexpr(20.0)
 INV_SHIFT = gl.constexpr(2.0 ** -20)
 
-# bits of the `flags` argument
-HAS_INITIAL = gl.constexpr(1)
-INITIAL_BF16 = gl.constexpr(2)
-HAS_IN_INDEX = gl.constexpr(4)
-HAS_FINAL = gl.constexpr(8)
-FINAL_BF16 = gl.constexpr(16)
-HAS_OUT_INDEX = gl.constexpr(32)
-HAS_A_LOG = gl.constexpr(64)
-HAS_DT_BIAS = gl.constexpr(128)
+STEP = gl.constexpr(32)             # tokens a step: two tiles
+BOX_CHANNELS = gl.constexpr(64)     # channels of a TMA box: a 128-byte swizzle holds no more
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+
+HAS_INITIAL = gl.constexpr(bits.HAS_INITIAL)
+INITIAL_BF16 = gl.constexpr(bits.INITIAL_BF16)
+HAS_IN_INDEX = gl.constexpr(bits.HAS_IN_INDEX)
+HAS_FINAL = gl.constexpr(bits.HAS_FINAL)
+FINAL_BF16 = gl.constexpr(bits.FINAL_BF16)
+HAS_OUT_INDEX = gl.constexpr(bits.HAS_OUT_INDEX)
+HAS_A_LOG = gl.constexpr(bits.HAS_A_LOG)
+HAS_DT_BIAS = gl.constexpr(bits.HAS_DT_BIAS)
 
 
 @gluon.jit
