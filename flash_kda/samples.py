@@ -57,7 +57,7 @@ class Sample:
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def repeat(self, tokens: int, heads: int | None = None) -> Sample:
-        """The same activations over and over: ``tokens`` in every batch row, and ``heads`` heads (as many as there are if None).
+        """The same activations over and over: ``tokens`` in every batch row, ``heads`` heads (as there are, if None).
 
         Not for a sample with ``cu_seqlens``, whose offsets would no longer fit.
         """
@@ -79,7 +79,8 @@ def packaged() -> Sample:
     from safetensors.torch import load_file
 
     with as_file(files("flash_kda") / "data" / PACKAGED_NAME) as path:
-        return Sample(**load_file(path))
+        tensors: dict[str, Any] = load_file(path)
+    return Sample(**tensors)
 
 
 def make(

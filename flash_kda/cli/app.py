@@ -131,7 +131,8 @@ def run(
 def inspect(
     file: File = None,
     gates: Annotated[
-        Gates | None, typer.Option(help="Synthetic gates instead of a file; 'real' is the packaged activations.", show_default=False)
+        Gates | None,
+        typer.Option(help="Synthetic gates instead of a file; 'real' is the packaged activations.", show_default=False),
     ] = None,
     lower_bound: LowerBound = -5.0,
     cu_seqlens: Offsets = None,

@@ -2,14 +2,15 @@
 
 The oracle is the fp64 token recurrence. It is too slow for a whole long sequence, so it runs over windows: the start of
 sequences, both sides of the first and the last segment boundary, and the end. A window that does not begin where its sequence
-does is given the state that serial ``fwd`` has there. Serial is thereby checked at every window and from the true start; that the
-segments received the right states is seen after a boundary, and everywhere else by comparing the two results whole.
+does is given the state that serial ``fwd`` has there. Serial is thereby checked in every window and from the true start. That
+the segments received the right states is seen after a boundary, and everywhere else by comparing the two results whole.
 
 The unit of every tolerance is measured in place: what rounding the oracle's own values to bf16 costs, per head and window.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -22,8 +23,9 @@ from ..reference import recurrent_kda
 from ..samples import TOKEN_TENSORS, Sample
 
 LIMIT = 5.0
-"""Errors may reach this many times the bf16 rounding of the exact values. A kernel with bf16 operands rounds W, U, its copy of the
-state and what it stores: published ones err 2.5 to 4.7 times. History dropped after one chunk shows as 18 times and more."""
+"""Errors may reach this many times the bf16 rounding of the exact values. A kernel with bf16 operands rounds W, U, its copy
+of the state and what it stores: published ones err 2.5 to 4.7 times. History dropped
+after one chunk shows as 18 times and more."""
 
 START_TOKENS = 512
 SIDE_TOKENS = 128
@@ -90,7 +92,15 @@ class Check:
         return self.problem is None and all(f.passed for f in self.findings)
 
 
-def run_check(sample: Sample, offsets: list[int], segment_len: int | None, serial: Result, cp: Result, begin: Callable[[str], None]) -> Check:
+def run_check(
+    sample: Sample,
+    offsets: list[int],
+    segment_len: int | None,
+    serial: Result,
+    cp: Result,
+    impl: str | None,
+    begin: Callable[[str], None],
+) -> Check:
     """Compares both results with the oracle on windows, and with each other everywhere.
 
     Args:
@@ -98,9 +108,14 @@ def run_check(sample: Sample, offsets: list[int], segment_len: int | None, seria
         offsets: of its sequences.
         segment_len: where sequences were cut, None if nowhere.
         serial, cp: ``out`` ``[1, T, H, V]`` and ``final_state`` ``[N, H, V, K]`` fp32.
+        impl: who computes the states that enter windows.
         begin: told of each step.
     """
-    heads = sorted({i * sample.heads // MAX_HEADS for i in range(MAX_HEADS)}) if sample.heads > MAX_HEADS else list(range(sample.heads))
+    heads = (
+        sorted({i * sample.heads // MAX_HEADS for i in range(MAX_HEADS)})
+        if sample.heads > MAX_HEADS
+        else list(range(sample.heads))
+    )
     for name, result in (("serial", serial), ("context-parallel", cp)):
         for what in ("out", "final_state"):
             if not bool(getattr(result, what).isfinite().all()):
@@ -109,7 +124,7 @@ def run_check(sample: Sample, offsets: list[int], segment_len: int | None, seria
     windows = list(_windows(offsets, segment_len))
     findings = []
     units: dict[str, list[float]] = {"out": [], "final_state": []}
-    states = _entering(some, windows, begin)
+    states = _entering(some, windows, impl, begin)
     for window, state in zip(windows, states, strict=True):
         begin(f"oracle: {window.what}")
         part = {name: getattr(some, name)[:, window.start : window.end] for name in TOKEN_TENSORS}
@@ -122,14 +137,15 @@ def run_check(sample: Sample, offsets: list[int], segment_len: int | None, seria
             initial_state=state,
         )
         cut = slice(window.start, window.end)
-        pairs = [("out", window.what, exact[0].transpose(0, 1), *(x.out[0, cut][:, heads].transpose(0, 1) for x in (serial, cp)))]
+        got = [x.out[0, cut][:, heads].transpose(0, 1) for x in (serial, cp)]
+        finding, unit = _against_oracle(window.what, exact[0].transpose(0, 1), *got)
+        findings.append(finding)
+        units["out"].append(unit)
         if window.final:
-            states_of = (x.final_state[window.sequence, heads] for x in (serial, cp))
-            pairs.append(("final_state", f"final state, {window.what}", final[0], *states_of))
-        for kind, what, truth, a, b in pairs:
-            finding, unit = _against_oracle(what, truth, a, b)
+            got = [x.final_state[window.sequence, heads] for x in (serial, cp)]
+            finding, unit = _against_oracle(f"final state, {window.what}", final[0], *got)
             findings.append(finding)
-            units[kind].append(unit)
+            units["final_state"].append(unit)
     begin("serial against context-parallel")
     for kind, what, a, b in (
         ("out", "all outputs", serial.out[0].transpose(0, 1), cp.out[0].transpose(0, 1)),
@@ -142,9 +158,7 @@ def run_check(sample: Sample, offsets: list[int], segment_len: int | None, seria
 
 
 def _windows(offsets: list[int], segment_len: int | None) -> Iterator[Window]:
-    spans = sorted(
-        ((b, a, n) for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)) if b > a), key=lambda x: x[1] - x[0]
-    )
+    spans = sorted(((b, a, n) for n, (a, b) in enumerate(itertools.pairwise(offsets)) if b > a), key=lambda x: x[1] - x[0])
     for rank, (end, start, n) in enumerate(spans[: 1 + OTHER_SEQUENCES]):
         tokens = min(end - start, SIDE_TOKENS if rank else START_TOKENS)
         whole = tokens == end - start
@@ -164,7 +178,7 @@ def _windows(offsets: list[int], segment_len: int | None) -> Iterator[Window]:
         yield Window(f"sequence {n}, last {end - first} tokens", n, start, first, end, True)
 
 
-def _entering(sample: Sample, windows: list[Window], begin: Callable[[str], None]) -> list[Tensor | None]:
+def _entering(sample: Sample, windows: list[Window], impl: str | None, begin: Callable[[str], None]) -> list[Tensor | None]:
     """The state that enters each window: the sequence's own, or that of serial ``fwd``, which runs on from window to window."""
     states: list[Tensor | None] = []
     at, state = -1, None
@@ -175,7 +189,7 @@ def _entering(sample: Sample, windows: list[Window], begin: Callable[[str], None
             begin(f"serial state before token {window.start}")
             part = {name: getattr(sample, name)[:, at : window.start] for name in TOKEN_TENSORS}
             piece = replace(sample, **part, initial_state=state, cu_seqlens=None)
-            at, state = window.start, api.fwd(**piece.arguments(), output_final_state=True)[1]
+            at, state = window.start, api.fwd(**piece.arguments(), output_final_state=True, impl=impl)[1]
         states.append(state)
     return states
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -42,10 +43,10 @@ def read(path: Path, *, lower_bound: float, scale: float | None, cu_seqlens: str
         wanted = ", ".join(f"{name} {LAYOUTS[name]}" for name in missing)
         there = ", ".join(f"{name} {list(x.shape)} {_dtype(x)}" for name, x in sorted(tensors.items())) or "no tensors"
         raise UserError(f"{path} must hold {wanted}, got {there}; the names are q, k, v, g, beta, A_log, dt_bias")
-    known = {name: tensors[name] for name in (*TOKEN_TENSORS, *PARAMETERS, *OPTIONAL) if name in tensors}
+    known: dict[str, Any] = {name: tensors[name] for name in (*TOKEN_TENSORS, *PARAMETERS, *OPTIONAL) if name in tensors}
     if cu_seqlens is not None:
         known["cu_seqlens"] = parse_offsets(cu_seqlens)
-    return Sample(**known, lower_bound=lower_bound, scale=HEAD_DIM**-0.5 if scale is None else scale)  # type: ignore[arg-type]
+    return Sample(**known, lower_bound=lower_bound, scale=HEAD_DIM**-0.5 if scale is None else scale)
 
 
 def parse_offsets(text: str) -> Tensor:

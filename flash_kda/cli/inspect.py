@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from torch import Tensor
 from .. import samples
 from ..constants import CHUNK, EXIT_EPS
 from ..samples import TOKEN_TENSORS, Sample
-from . import files
+from . import files, recipe
 from .console import UserError, heading, line, shorten, steps, table
 from .memory import BATCH, Memory, measure
 
@@ -74,7 +75,12 @@ def main(options: Options) -> int:
 
 def compare(options: Options) -> int:
     """Prints one row for each of :data:`COMPARED`; 0."""
-    for name, value in (("a file", options.file), ("gates", options.gates), ("cu-seqlens", options.cu_seqlens), ("plot", options.plot)):
+    for name, value in (
+        ("a file", options.file),
+        ("gates", options.gates),
+        ("cu-seqlens", options.cu_seqlens),
+        ("plot", options.plot),
+    ):
         if value is not None:
             raise UserError(f"table must be asked for alone, got {name} {value}; it makes its own six inputs")
     heads = options.heads or HEADS
@@ -88,8 +94,7 @@ def compare(options: Options) -> int:
             left = memory.norm[min(published, memory.norm.shape[0] - 1)] if published is not None else None
             rows.append(
                 [
-                    gates,
-                    f"{lower_bound:g}",
+                    f"{gates}, {lower_bound:g}",
                     _range(memory.until(2.0**COMPARED_EXIT), options.chunks),
                     _range(memory.bound(2.0**COMPARED_EXIT), options.chunks),
                     _chunks(published, options.chunks),
@@ -97,9 +102,10 @@ def compare(options: Options) -> int:
                     "" if left is None else f"{shorten(left.min().item())} .. {shorten(left.max().item())}",
                 ]
             )
-    line(f"Chunks of {CHUNK} tokens to replay until ||M||_F <= 2^{COMPARED_EXIT}; ranges over {heads} heads, {options.chunks} chunks looked at.")
+    line(f"Chunks of {CHUNK} tokens to replay until ||M||_F <= 2^{COMPARED_EXIT}")
+    line(f"(ranges over {heads} heads; {options.chunks} chunks looked at)")
     line()
-    table(("gates", "bound", "measured", "sound bound", "published", "(its scan)", "||M||_F left"), rows)
+    table(("gates, lower_bound", "measured", "sound", "published", "(its scan)", "||M||_F left"), rows)
     line()
     _explain()
     return 0
@@ -120,7 +126,9 @@ def _sample(options: Options) -> tuple[Sample, str]:
     tokens = options.chunks * CHUNK
     if options.file is not None:
         if options.gates is not None or options.heads is not None:
-            raise UserError(f"gates and heads must not be given with a file, got {options.file}; they describe synthetic inputs")
+            raise UserError(
+                f"gates and heads must not be given with a file, got {options.file}; they describe synthetic inputs"
+            )
         sample = files.read(options.file, lower_bound=options.lower_bound, scale=None, cu_seqlens=options.cu_seqlens)
         files.check(sample, str(options.file))
         return _end(sample, tokens, str(options.file))
@@ -137,7 +145,7 @@ def _end(sample: Sample, tokens: int, origin: str) -> tuple[Sample, str]:
     row, start, end = 0, 0, sample.q.shape[1]
     if sample.cu_seqlens is not None:
         offsets = sample.cu_seqlens.tolist()
-        lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(offsets)]
         if not any(lengths):
             raise UserError(f"{origin}: cu_seqlens must hold a sequence that is not empty, got {offsets}")
         n = max(range(len(lengths)), key=lengths.__getitem__)
@@ -174,7 +182,7 @@ def _print_decay(memory: Memory) -> None:
 
 
 def _print_chunks(memory: Memory) -> None:
-    heading(f"Chunks of {CHUNK} tokens to replay")
+    heading(f"Chunks of {CHUNK} tokens to replay, measured until ||M||_F <= 2^-n, and by two rules")
     available = files.whole_chunks(memory.tokens)
     measured = [memory.until(2.0**e) for e in EXITS]
     bound = memory.bound(2.0**DEFAULT_EXIT)
@@ -184,9 +192,9 @@ def _print_chunks(memory: Memory) -> None:
     for h in range(memory.norm.shape[1]):
         numbers = [_chunks(x[h], available) for x in (*measured, bound)]
         rows.append([str(h), *numbers, _chunks(published, available), "" if left is None else shorten(left[h].item())])
-    table(("head", *(f"2^{e}" for e in EXITS), f"sound 2^{DEFAULT_EXIT}", "published", "||M||_F left"), rows)
-    why = "its fast path for this lower_bound" if published != scan else "its scan"
-    line(f"Published rule: {_chunks(published, available)} by {why}; its scan says {_chunks(scan, available)}.")
+    table(("head", *(f"to 2^{e}" for e in EXITS), f"sound 2^{DEFAULT_EXIT}", "published", "||M||_F left"), rows)
+    if recipe.fast_path(memory.sample.lower_bound):
+        line(f"Published rule: 1 chunk, as lower_bound < -1.73; its scan would say {_chunks(scan, available)}.")
     _explain()
 
 
@@ -196,9 +204,10 @@ def _left(memory: Memory, published: int | None) -> Tensor | None:
 
 
 def _explain() -> None:
-    line("measured, 2^-n: where the backward scan stops. sound: a bound from the slowest channel of every")
-    line("token. published: the mean rule of the published recipe, which is no bound; '||M||_F left' is what it")
-    line("would drop, relative to the state before (below 2^-20 = 9.5e-07 costs less than rounding).")
+    line("measured   where the backward scan stops, by walking back chunk by chunk")
+    line("sound      bound from the slowest channel of each token; certain, without looking at keys")
+    line("published  mean rule of the published recipe, which is no bound: what it drops is")
+    line("           ||M||_F left times the state before; below 2^-20 = 9.5e-07 is less than rounding")
 
 
 def _chunks(x: int | None, available: int) -> str:

@@ -70,13 +70,9 @@ def measure(sample: Sample, begin: Callable[[str], None]) -> Memory:
         begin: told of each step, about one per :data:`BATCH`.
     """
     tokens, heads = sample.q.shape[1], sample.heads
-    inputs = Inputs(
-        None,
-        *(x[0] for x in (sample.k, sample.v, sample.g, sample.beta)),
-        sample.A_log,
-        sample.dt_bias.view(heads, -1),
-        sample.lower_bound,
-    )
+    x = sample
+    bias = x.dt_bias.view(heads, -1)
+    inputs = Inputs(None, x.k[0], x.v[0], x.g[0], x.beta[0], x.A_log, bias, x.lower_bound)
     count = -(-tokens // CHUNK)
     offsets = (torch.arange(count + 1) * CHUNK).clamp(max=tokens)
     k_dim = sample.k.shape[-1]

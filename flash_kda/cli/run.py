@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def main(options: Options) -> int:
         in_series, serial_times = _timed(serial, options.repeat, device, lambda i: begin(f"serial {i}"))
         _, cp_times = _timed(lambda: parallel()[0], options.repeat, device, lambda i: begin(f"context-parallel {i}"))
         cut = None if certificate is None else certificate.plan.segment_len
-        found = run_check(packed, offsets, cut, in_series, in_parallel, begin)
+        found = run_check(packed, offsets, cut, in_series, in_parallel, options.impl, begin)
 
     _print_plan(certificate, offsets, eps)
     _print_times(serial_times, cp_times, tokens * batch)
@@ -120,7 +121,7 @@ def _device(name: str) -> torch.device:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({torch.get_num_threads()} threads)"
+    return f"{device} ({_count(torch.get_num_threads(), 'thread')})"
 
 
 def _path_name(impl: str) -> str:
@@ -140,9 +141,7 @@ def _sample(options: Options) -> tuple[Sample, str]:
             sample = replace(sample, cu_seqlens=files.parse_offsets(options.cu_seqlens))
         origin = "packaged activations of a KDA layer on real text"
     else:
-        sample = files.read(
-            options.file, lower_bound=options.lower_bound, scale=options.scale, cu_seqlens=options.cu_seqlens
-        )
+        sample = files.read(options.file, lower_bound=options.lower_bound, scale=options.scale, cu_seqlens=options.cu_seqlens)
         if tokens is not None and sample.cu_seqlens is not None and options.cu_seqlens is None:
             raise UserError(
                 f"tokens must not be given for packed sequences, got {tokens} and cu_seqlens in {options.file}; "
@@ -197,7 +196,7 @@ def _timed(
 
 
 def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float) -> None:
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
     heading("Plan")
     if certificate is None:
         longest = max(lengths, default=0)
