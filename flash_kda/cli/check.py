@@ -143,7 +143,7 @@ def run_check(
         units["out"].append(unit)
         if window.final:
             got = [x.final_state[window.sequence, heads] for x in (serial, cp)]
-            finding, unit = _against_oracle(f"final state, {window.what}", final[0], *got)
+            finding, unit = _against_oracle(f"final state of sequence {window.sequence}", final[0], *got)
             findings.append(finding)
             units["final_state"].append(unit)
     begin("serial against context-parallel")

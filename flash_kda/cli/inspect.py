@@ -105,7 +105,7 @@ def compare(options: Options) -> int:
     line(f"Chunks of {CHUNK} tokens to replay until ||M||_F <= 2^{COMPARED_EXIT}")
     line(f"(ranges over {heads} heads; {options.chunks} chunks looked at)")
     line()
-    table(("gates, lower_bound", "measured", "sound", "published", "(its scan)", "||M||_F left"), rows)
+    table(("gates, bound", "measured", "sound", "published", "(its scan)", "||M||_F left"), rows)
     line()
     _explain()
     return 0
