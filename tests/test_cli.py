@@ -315,11 +315,14 @@ def test_doctor():
 
 @pytest.mark.parametrize("name", ["torch", "typer", "rich"])
 def test_doctor_names_a_broken_import(tmp_path, name):
-    broken_module(tmp_path, name)
+    for module in {name, "torch"}:
+        broken_module(tmp_path, module)
     done = child("doctor", path=tmp_path)
     assert done.returncode == 0
-    assert "DOES NOT IMPORT: ImportError: broken on purpose" in done.stdout
-    assert f"NOT READY: {name} does not import" in done.stdout.splitlines()[-1]
+    row = next(x for x in done.stdout.splitlines() if x.split()[:1] == [name])
+    assert row.endswith("DOES NOT IMPORT: ImportError: broken on purpose")
+    assert f"{name} does not import" in done.stdout.splitlines()[-1]
+    assert "NOT READY" in done.stdout.splitlines()[-1]
 
 
 def test_doctor_survives_a_crash(tmp_path):
@@ -329,7 +332,15 @@ def test_doctor_survives_a_crash(tmp_path):
     assert "signal 11" in done.stdout.splitlines()[-1]
 
 
-def test_doctor_reports_bad_settings(command, monkeypatch):
+def test_doctor_with_a_gpu_and_bad_settings(command, monkeypatch):
+    cpu = {"device": "cpu", "why_not": "tensors are on cpu"}
+    gpu = {"device": "cuda:0", "name": "NVIDIA H200", "capability": "9.0", "why_not": None}
+    found = {"torch": "2.13.0", "built_for": "12.8", "imports": {}, "devices": [cpu, gpu]}
+    monkeypatch.setattr("flash_kda.cli.doctor._probe", lambda: found)
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert "cuda:0: NVIDIA H200, compute capability 9.0" in out
+    assert "READY: sm90 kernels on cuda:0" in out
     monkeypatch.setenv("FLASH_KDA_IMPL", "fast")
     status, out, _ = command("doctor")
     assert status == 0

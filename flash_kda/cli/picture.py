@@ -53,7 +53,9 @@ def draw(memory: Memory, origin: str, path: Path) -> None:
     axes.axhspan(LOWEST, EXIT_EPS, color="0.92", zorder=0)
     axes.axhline(EXIT_EPS, color="0.4", lw=1, ls="--")
     label = {"facecolor": "0.92", "edgecolor": "none", "pad": 1.5}
-    axes.text(CHUNK, EXIT_EPS * 0.55, "forgotten: less than rounding (2^-20)", color="0.3", va="top", fontsize=9, bbox=label)
+    axes.text(
+        CHUNK, EXIT_EPS * 0.55, "forgotten: less than rounding (2^-20)", color="0.3", va="top", fontsize=9, bbox=label, zorder=1
+    )
     axes.xaxis.set_major_locator(FixedLocator([CHUNK * 2**i for i in range(20) if CHUNK * 2**i <= last * 1.15]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
