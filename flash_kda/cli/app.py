@@ -169,8 +169,18 @@ def run_app() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        print(f"error: the work must fit into memory, got: {str(error).splitlines()[0]}; ask for fewer tokens", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader of a pipe left; keep the interpreter from complaining about it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """PyTorch has a class for it on GPUs and only a message on CPUs."""
+    return isinstance(error, MemoryError) or any(x in str(error) for x in ("out of memory", "can't allocate memory"))

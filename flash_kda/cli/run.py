@@ -59,11 +59,8 @@ def main(options: Options) -> int:
         impl = dispatch.choose(options.impl, device)
     except (ValueError, NotImplementedError) as error:
         raise UserError(str(error)) from None
-    try:
-        sample, origin = _sample(options)
-        sample = sample.to(device)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise UserError(f"the activations must fit into memory, got: {error}; ask for fewer --tokens") from None
+    sample, origin = _sample(options)
+    sample = sample.to(device)
     batch, tokens = sample.q.shape[:2]
     packed, offsets = _pack(sample)
 
