@@ -1,0 +1,186 @@
+"""Commands and options. What they do is in the modules of the same names, imported when a command starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._version import __version__
+from .console import UserError
+
+app = typer.Typer(
+    name="flash-kda",
+    help="Exact context-parallel Kimi Delta Attention prefill.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Device(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Impl(str, Enum):
+    auto = "auto"
+    reference = "reference"
+    sm90 = "sm90"
+
+
+class Gates(str, Enum):
+    random = "random"
+    slow_eighth = "slow_eighth"
+    log_uniform = "log_uniform"
+    none = "none"
+    real = "real"
+
+
+File = Annotated[
+    Path | None,
+    typer.Argument(
+        help="safetensors file with q, k, v, g [B,T,H,128] and beta [B,T,H] (bf16; g and beta also fp32), A_log [H] and "
+        "dt_bias [H,128] (fp32); optional: initial_state [N,H,V,K] and cu_seqlens [N+1]. The packaged activations if absent.",
+        show_default=False,
+    ),
+]
+LowerBound = Annotated[
+    float, typer.Option(help="Log decay of one token is in [lower_bound, 0]; lower_bound itself in [-5, 0].")
+]
+Offsets = Annotated[
+    str | None,
+    typer.Option("--cu-seqlens", help='Offsets of packed sequences, e.g. "0,100,300"; instead of a tensor of the file.'),
+]
+
+
+@app.callback(invoke_without_command=True)
+def common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed and what will run here, and why. Always exits with 0."""
+    from . import doctor as command
+
+    raise typer.Exit(command.main([]))
+
+
+@app.command()
+def run(
+    file: File = None,
+    lower_bound: LowerBound = -5.0,
+    scale: Annotated[float | None, typer.Option(help="Factor of the outputs.", show_default="K^-0.5")] = None,
+    cu_seqlens: Offsets = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Repeat the activations in time to this many tokens.",
+            show_default="16384 for the packaged activations, else as many as the file has",
+        ),
+    ] = None,
+    segment_len: Annotated[
+        int | None, typer.Option(help="Tokens per segment, a multiple of 16.", show_default="chosen by the planner")
+    ] = None,
+    eps: Annotated[
+        float | None, typer.Option(help="The scan of a segment stops once ||M||_F <= eps; 0 never stops.", show_default="2^-20")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
+    impl: Annotated[Impl | None, typer.Option(help="Who computes.", show_default="FLASH_KDA_IMPL, else auto")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Time each of the two this many times; the median is printed.")] = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write out and final_state to this safetensors file if the check passes.", show_default=False),
+    ] = None,
+) -> None:
+    """Prefill serially and in parallel segments, compare times, and check both against the fp64 recurrence.
+
+    Exits with 0 if the check passes, 1 if it fails, 2 if the input is bad.
+    """
+    from . import run as command
+
+    options = command.Options(
+        file=file,
+        lower_bound=lower_bound,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        tokens=tokens,
+        segment_len=segment_len,
+        eps=eps,
+        device=device.value,
+        impl=None if impl is None else impl.value,
+        repeat=repeat,
+        output=output,
+    )
+    raise typer.Exit(command.main(options))
+
+
+@app.command()
+def inspect(
+    file: File = None,
+    gates: Annotated[
+        Gates | None,
+        typer.Option(help="Synthetic gates instead of a file; 'real' is the packaged activations.", show_default=False),
+    ] = None,
+    lower_bound: LowerBound = -5.0,
+    cu_seqlens: Offsets = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of the synthetic input.", show_default="16; 4 for real, as recorded")
+    ] = None,
+    chunks: Annotated[
+        int, typer.Option(min=1, help="Walk back at most this many chunks of 16 tokens from the end of the longest sequence.")
+    ] = 256,
+    table: Annotated[bool, typer.Option("--table", help="Compare six kinds of gates at eps 2^-16 instead.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw ||M||_F of every head against tokens walked back (PNG).", show_default=False)
+    ] = None,
+) -> None:
+    """How long each head remembers: time constants, decay of the transition matrix, chunks that a segment must replay."""
+    from . import inspect as command
+
+    options = command.Options(
+        file=file,
+        gates=None if gates is None else gates.value,
+        lower_bound=lower_bound,
+        cu_seqlens=cu_seqlens,
+        heads=heads,
+        chunks=chunks,
+        plot=plot,
+    )
+    raise typer.Exit(command.compare(options) if table else command.main(options))
+
+
+def run_app() -> int:
+    """The exit status of the command of ``sys.argv``; errors of the user in one line on stderr."""
+    try:
+        app(prog_name="flash-kda")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        print(f"error: the work must fit into memory, got: {str(error).splitlines()[0]}; ask for fewer tokens", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of a pipe left; keep the interpreter from complaining about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """PyTorch has a class for it on GPUs and only a message on CPUs."""
+    return isinstance(error, MemoryError) or any(x in str(error) for x in ("out of memory", "can't allocate memory"))

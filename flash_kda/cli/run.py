@@ -1,0 +1,278 @@
+"""``flash-kda run``: one prefill, serial and in parallel segments; what ran, what it cost, and whether both are right."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import api, dispatch, samples
+from ..api import Certificate
+from ..constants import CHUNK, EXIT_EPS
+from ..samples import TOKEN_TENSORS, Sample
+from ..validation import check_eps
+from . import files
+from .check import LIMIT, Check, Result, run_check
+from .console import UserError, heading, line, shorten, steps, table
+
+SAMPLE_TOKENS = 16384
+"""Default length of the packaged activations: several segments, a few seconds on two cores."""
+MAX_ROWS = 16
+"""Heads listed one by one; of more, those that replay most."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command, as typed."""
+
+    file: Path | None = None
+    lower_bound: float = samples.DEFAULT_LOWER_BOUND
+    scale: float | None = None
+    cu_seqlens: str | None = None
+    tokens: int | None = None
+    segment_len: int | None = None
+    eps: float | None = None
+    device: str = "cpu"
+    impl: str | None = None
+    repeat: int = 1
+    output: Path | None = None
+
+
+def main(options: Options) -> int:
+    """0 if the check passes, 1 if not.
+
+    Raises:
+        UserError: bad input.
+    """
+    eps = EXIT_EPS if options.eps is None else options.eps
+    device = _device(options.device)
+    if options.output is not None:
+        files.check_output(options.output, options.file)
+    try:
+        check_eps(eps)
+        impl = dispatch.choose(options.impl, device)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(str(error)) from None
+    sample, origin = _sample(options)
+    sample = sample.to(device)
+    batch, tokens = sample.q.shape[:2]
+    packed, offsets = _pack(sample)
+
+    line(f"flash-kda run: {origin}")
+    line(
+        f"B={batch} T={tokens} H={sample.heads} K=V={sample.q.shape[-1]}, lower_bound {sample.lower_bound:g}, "
+        f"scale {sample.scale:.4g}, {'an initial state' if sample.initial_state is not None else 'no initial state'}"
+    )
+    line(f"on {_device_name(device)}, computed by {_path_name(impl)}")
+
+    def serial() -> Result:
+        return _result(api.fwd(**packed.arguments(), output_final_state=True, impl=options.impl))
+
+    def parallel(*, certificate: bool = False) -> tuple[Result, Certificate | None]:
+        returned = api.fwd_cp(
+            **packed.arguments(),
+            output_final_state=True,
+            segment_len=options.segment_len,
+            eps=eps,
+            cu_seqlens_cpu=offsets,
+            certificate=certificate,
+            impl=options.impl,
+        )
+        return _result(returned), returned[2] if len(returned) == 3 else None
+
+    with steps(2 * options.repeat + 10) as begin:
+        # The certified call also warms up memory and threads for the timed ones.
+        begin("context-parallel, with certificate")
+        in_parallel, certificate = parallel(certificate=True)
+        in_series, serial_times = _timed(serial, options.repeat, device, lambda i: begin(f"serial {i}"))
+        _, cp_times = _timed(lambda: parallel()[0], options.repeat, device, lambda i: begin(f"context-parallel {i}"))
+        cut = None if certificate is None else certificate.plan.segment_len
+        found = run_check(packed, offsets, cut, in_series, in_parallel, options.impl, begin)
+
+    _print_plan(certificate, offsets, eps)
+    _print_times(serial_times, cp_times, tokens * batch)
+    _print_check(found, sample.heads)
+    if not found.passed:
+        line("CHECK FAILED" + ("; nothing was written" if options.output is not None else ""))
+        return 1
+    if options.output is not None:
+        out = in_parallel.out.view(batch, tokens, *in_parallel.out.shape[2:])
+        files.write(options.output, {"out": out, "final_state": in_parallel.final_state})
+        line(f"wrote out {list(out.shape)} and final_state {list(in_parallel.final_state.shape)} to {options.output}")
+    line("CHECK PASSED")
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device must be one that PyTorch sees, got cuda and no CUDA device; see 'flash-kda doctor'")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({_count(torch.get_num_threads(), 'thread')})"
+
+
+def _path_name(impl: str) -> str:
+    return {"reference": "the PyTorch reference", "sm90": "the sm90 kernels"}[impl]
+
+
+def _sample(options: Options) -> tuple[Sample, str]:
+    """The activations to run on, checked, and a sentence that says what they are."""
+    tokens = options.tokens
+    if options.file is None:
+        sample = samples.packaged()
+        own = sample.q.shape[1]
+        tokens = SAMPLE_TOKENS if tokens is None else tokens
+        scale = sample.scale if options.scale is None else options.scale
+        sample = replace(sample, lower_bound=options.lower_bound, scale=scale)
+        if options.cu_seqlens is not None:
+            sample = replace(sample, cu_seqlens=files.parse_offsets(options.cu_seqlens))
+        origin = "packaged activations of a KDA layer on real text"
+    else:
+        sample = files.read(options.file, lower_bound=options.lower_bound, scale=options.scale, cu_seqlens=options.cu_seqlens)
+        if tokens is not None and sample.cu_seqlens is not None and options.cu_seqlens is None:
+            raise UserError(
+                f"tokens must not be given for packed sequences, got {tokens} and cu_seqlens in {options.file}; "
+                "pass --cu-seqlens for the repeated activations"
+            )
+        origin = str(options.file)
+        if tokens is not None:
+            files.check(replace(sample, cu_seqlens=None, initial_state=None), origin, segment_len=options.segment_len)
+        own = sample.q.shape[1] if sample.q.dim() > 1 else 0
+    named = origin if options.file is not None else "the packaged activations"
+    if tokens is not None and tokens != own:
+        sample = sample.repeat(tokens)
+        origin += f", {'repeated' if tokens > own else 'cut'} from {own} to {tokens} tokens"
+    files.check(sample, named, segment_len=options.segment_len)
+    return sample, origin
+
+
+def _pack(sample: Sample) -> tuple[Sample, list[int]]:
+    """Batch rows one after the other on the token axis, and the offsets of the sequences on the host."""
+    batch, tokens = sample.q.shape[:2]
+    if sample.cu_seqlens is not None:
+        return sample, sample.cu_seqlens.tolist()
+    offsets = [b * tokens for b in range(batch + 1)]
+    if batch == 1:
+        return sample, offsets
+    flat = {name: getattr(sample, name).flatten(0, 1)[None] for name in TOKEN_TENSORS}
+    return replace(sample, **flat, cu_seqlens=torch.tensor(offsets, device=sample.q.device)), offsets
+
+
+def _result(returned: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Certificate | None]) -> Result:
+    out, final_state = returned[:2]
+    if final_state is None:
+        raise RuntimeError("a final state was asked for and not returned")
+    return Result(out, final_state)
+
+
+def _timed(
+    call: Callable[[], Result], repeat: int, device: torch.device, begin: Callable[[int], None]
+) -> tuple[Result, list[float]]:
+    """The last result and the seconds of each call."""
+    times = []
+    for i in range(repeat):
+        begin(i + 1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        made = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return made, times
+
+
+def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float) -> None:
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    heading("Plan")
+    if certificate is None:
+        longest = max(lengths, default=0)
+        line(f"{len(lengths)} sequences, the longest of {longest} tokens: nothing to cut, every sequence runs serially")
+        return
+    plan = certificate.plan
+    counts = plan.seq_map.diff().tolist()
+    line(
+        f"{_count(len(lengths), 'sequence')} of {_range(lengths)} tokens, {_count(sum(counts), 'segment')} "
+        f"({_range(counts)} a sequence) of at most {plan.segment_len} tokens = {plan.segment_len // CHUNK} chunks"
+    )
+
+    used = certificate.segment < plan.capacity
+    chunks, norm, dropped = (x[used].cpu() for x in (certificate.chunks, certificate.norm, certificate.dropped))
+    whole = certificate.fallback[used].cpu()
+    heading(f"Backward scan, over the {_count(len(chunks), 'segment')} with a successor; exit at ||M||_F <= {eps:.3g}")
+    order = list(range(chunks.shape[1]))
+    if len(order) > MAX_ROWS:
+        order = sorted(sorted(order, key=lambda h: -chunks[:, h].sum().item())[:MAX_ROWS])
+        line(f"(the {MAX_ROWS} of {chunks.shape[1]} heads that replay most)")
+    rows = []
+    for h in order:
+        at = chunks[:, h]
+        rows.append(
+            [
+                str(h),
+                f"{at.min()} / {at.float().median():g} / {at.max()}",
+                f"{whole[:, h].sum()} of {len(at)}",
+                shorten(norm[:, h].max().item()),
+                shorten(dropped[:, h].max().item()),
+            ]
+        )
+    table(("head", "chunks replayed min/med/max", "whole segments", "max ||M||_F", "history dropped <="), rows)
+    line("History dropped: bound of the relative error in the state handed on, ||M||_F ||S_c||_F / ||S_out||_F.")
+    line("A segment scanned whole hands its transition matrix M on: nothing is dropped there.")
+
+
+def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
+    heading("Time" + (f" (median of {len(serial)})" if len(serial) > 1 else ""))
+    a, b = statistics.median(serial), statistics.median(cp)
+    rows = [
+        ["serial fwd", _milliseconds(a), f"{tokens / a:,.0f}", "1.00"],
+        ["context-parallel fwd_cp", _milliseconds(b), f"{tokens / b:,.0f}", f"{a / b:.2f}"],
+    ]
+    table(("", "ms", "tokens/s", "speed-up"), rows)
+
+
+def _print_check(found: Check, heads: int) -> None:
+    which = "all heads" if len(found.heads) == heads else f"heads {', '.join(map(str, found.heads))} of {heads}"
+    heading(f"Check (relative L2 error of the worst head; the fp64 oracle saw {found.oracle_tokens} tokens of {which})")
+    if found.problem is not None:
+        line(found.problem)
+        return
+    rows = []
+    for x in found.findings:
+        against = "" if x.reference == "oracle" else " vs serial"
+        rows.append(
+            [
+                x.what + against,
+                f"{x.rounding:.1e}",
+                "" if x.serial is None else f"{x.serial:.1e}",
+                f"{x.cp:.1e}",
+                f"{x.multiple:.2f}",
+                "ok" if x.passed else "FAIL",
+            ]
+        )
+    table(("values", "bf16", "serial", "cp", "x bf16", ""), rows)
+    line("bf16: error of the exact values when rounded to bf16, measured here; the unit of 'x bf16'.")
+    line(f"Limit: {LIMIT:g} x bf16. Windows inside a sequence start from the state of serial fwd there.")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _range(values: list[int]) -> str:
+    low, high = min(values, default=0), max(values, default=0)
+    return f"{low}" if low == high else f"{low} to {high}"

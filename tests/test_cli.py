@@ -1,0 +1,389 @@
+"""The command line: what it prints, writes and returns, and what it says about bad input."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import flash_kda
+from flash_kda import api, cli, samples
+from flash_kda.cli import memory, recipe
+
+ROOT = Path(flash_kda.__file__).parents[1]
+SMALL = ("run", "--tokens", "608", "--segment-len", "256")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs flash-kda in this process; returns status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["flash-kda", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    """300 tokens of two heads of the packaged activations."""
+    x = samples.packaged()
+    part = {name: getattr(x, name)[:, :300, :2].contiguous() for name in samples.TOKEN_TENSORS}
+    return {**part, "A_log": x.A_log[:2].clone(), "dt_bias": x.dt_bias[:2].clone()}
+
+
+def child(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    paths = [str(p) for p in (path, ROOT) if p is not None]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    env.pop("FLASH_KDA_IMPL", None)
+    return subprocess.run([sys.executable, "-m", "flash_kda", *arguments], capture_output=True, text=True, env=env, timeout=120)
+
+
+def broken_module(folder: Path, name: str) -> None:
+    (folder / f"{name}.py").write_text('raise ImportError("broken on purpose")\n')
+
+
+# run
+
+
+def test_run_packaged(command):
+    status, out, _ = command(*SMALL)
+    assert status == 0
+    assert "3 segments" in out
+    assert "around the cut at 256" in out
+    assert "around the cut at 512" in out
+    assert out.rstrip().endswith("CHECK PASSED")
+    assert out.isascii()
+    assert max(map(len, out.splitlines())) <= 110
+    table = out[out.index("values ") :].split("bf16:")[0].splitlines()
+    assert max(map(len, table)) <= 80
+
+
+def test_output_is_what_fwd_cp_returns(command, tmp_path, tensors):
+    save_file(tensors, tmp_path / "in.safetensors")
+    status, out, _ = command(
+        "run",
+        tmp_path / "in.safetensors",
+        "--cu-seqlens",
+        "0,200,290",
+        "--segment-len",
+        64,
+        "--output",
+        tmp_path / "out.safetensors",
+    )
+    assert status == 0, out
+    written = load_file(tmp_path / "out.safetensors")
+    offsets = torch.tensor([0, 200, 290])
+    want_out, want_state = flash_kda.fwd_cp(
+        *(tensors[x] for x in samples.TOKEN_TENSORS),
+        128**-0.5,
+        None,
+        tensors["A_log"],
+        tensors["dt_bias"],
+        -5.0,
+        cu_seqlens=offsets,
+        segment_len=64,
+        output_final_state=True,
+    )
+    assert set(written) == {"out", "final_state"}
+    assert torch.equal(written["out"], want_out)
+    assert torch.equal(written["final_state"], want_state)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
+
+
+def test_batch_rows_and_initial_state(command, tmp_path, tensors):
+    rows = {k: x.repeat(2, *[1] * (x.dim() - 1)) if k in samples.TOKEN_TENSORS else x for k, x in tensors.items()}
+    generator = torch.Generator().manual_seed(0)
+    rows["initial_state"] = torch.randn(2, 2, 128, 128, generator=generator).bfloat16()
+    save_file(rows, tmp_path / "in.safetensors")
+    status, out, _ = command("run", tmp_path / "in.safetensors", "--segment-len", 128, "--output", tmp_path / "out.safetensors")
+    assert status == 0, out
+    assert load_file(tmp_path / "out.safetensors")["out"].shape == (2, 300, 2, 128)
+
+
+@pytest.mark.parametrize("lost", ["initial states of segments", "a head", "finite values"])
+def test_wrong_result_fails_the_check(command, monkeypatch, tmp_path, lost):
+    right = api.fwd_cp
+
+    def wrong(*args, **kwargs):
+        if lost == "initial states of segments":
+            kwargs["eps"] = 0.9
+        returned = right(*args, **kwargs)
+        if lost == "a head":
+            returned[0][:, -1, 3] = 0
+        if lost == "finite values":
+            returned[0][:, 300, 1] = float("nan")
+        return returned
+
+    monkeypatch.setattr(api, "fwd_cp", wrong)
+    status, out, _ = command(*SMALL, "--output", tmp_path / "out.safetensors")
+    assert status == 1
+    assert "CHECK FAILED; nothing was written" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_both_wrong_in_the_same_way_fails_the_check(command, monkeypatch):
+    """Comparing the two with each other would not see it: the oracle must."""
+    for name in ("fwd", "fwd_cp"):
+        right = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *a, right=right, **k: right(*a, **{**k, "scale": k["scale"] * 1.01}))
+    assert command(*SMALL)[0] == 1
+
+
+def _corrupt(name):
+    def change(x):
+        return {k: v for k, v in x.items() if k != name}
+
+    return change
+
+
+BAD = {
+    "missing beta": (_corrupt("beta"), ("beta [B,T,H]", "k [1, 300, 2, 128] bfloat16")),
+    "k in fp16": (lambda x: {**x, "k": x["k"].half()}, ("k must be bfloat16, got float16",)),
+    "A_log in bf16": (lambda x: {**x, "A_log": x["A_log"].bfloat16()}, ("A_log must be float32, got bfloat16",)),
+    "q of rank 3": (lambda x: {**x, "q": x["q"][0]}, ("q must have shape [B,T,H,K]", "(300, 2, 128)")),
+    "v shorter": (lambda x: {**x, "v": x["v"][:, :299]}, ("v must have shape [B,T,H,V]", "299")),
+    "a NaN in g": (
+        lambda x: {**x, "g": x["g"].index_fill(1, torch.tensor([7]), float("nan"))},
+        ("g must be finite", "[0, 7, 0, 0]"),
+    ),
+    "no tokens": (
+        lambda x: {k: v[:, :0] if k in samples.TOKEN_TENSORS else v for k, v in x.items()},
+        ("q must hold at least one token",),
+    ),
+    "offsets too long": (lambda x: {**x, "cu_seqlens": torch.tensor([0, 400])}, ("cu_seqlens must end", "400")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("name", ["run", "inspect"])
+def test_bad_tensors_are_named(command, tmp_path, tensors, case, name):
+    change, said = BAD[case]
+    file = tmp_path / "in.safetensors"
+    save_file({k: v.contiguous() for k, v in change(tensors).items()}, file)
+    status, out, err = command(name, file)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for text in (str(file), *said):
+        assert text in err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        (b"", "an empty file"),
+        (b"PK\x03\x04 not a safetensors file at all", "bytes that are not"),
+        ("truncated", "bytes that are not"),
+    ],
+)
+def test_bad_files(command, tmp_path, tensors, content, said):
+    file = tmp_path / "in.safetensors"
+    if content == "truncated":
+        save_file(tensors, file)
+        content = file.read_bytes()[:5000]
+    if content is not None:
+        file.write_bytes(content)
+    status, _, err = command("run", file)
+    assert status == 2
+    assert "must be a safetensors file" in err
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--cu-seqlens", "0,a"), "cu_seqlens must be whole numbers"),
+        (("--cu-seqlens", "0,700"), "cu_seqlens must end at or before the 608 tokens"),
+        (("--lower-bound", "-6"), "lower_bound must be in [-5, 0], got -6.0"),
+        (("--scale", "nan"), "scale must be finite"),
+        (("--segment-len", "100"), "segment_len must be a positive multiple of 16, got 100"),
+        (("--eps", "1.5"), "eps must be in [0, 1), got 1.5"),
+        (("--impl", "sm90"), "impl='sm90' must run on its own kernels"),
+        (("--output", "/nowhere/at/all.safetensors"), "output must lie in a folder that exists"),
+    ],
+)
+def test_bad_options(command, options, said):
+    status, _, err = command(*SMALL, *options)
+    assert status == 2
+    assert said in err
+
+
+def test_output_must_not_be_the_input(command, tmp_path, tensors):
+    file = tmp_path / "in.safetensors"
+    save_file(tensors, file)
+    before = file.read_bytes()
+    (tmp_path / "link.safetensors").symlink_to(file)
+    status, _, err = command("run", file, "--output", tmp_path / "link.safetensors")
+    assert status == 2
+    assert "output must not be the input" in err
+    assert file.read_bytes() == before
+
+
+# inspect
+
+
+def test_inspect_and_plot(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, out, _ = command("inspect", "--chunks", 40, "--heads", 2, "--plot", tmp_path / "memory.png")
+    assert status == 0
+    assert "the last 640 tokens" in out
+    assert "> 40" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["memory.png"]
+
+
+def test_plot_without_matplotlib(command, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("flash_kda.cli.inspect.find_spec", lambda name: None)
+    status, _, err = command("inspect", "--plot", tmp_path / "memory.png")
+    assert status == 2
+    assert 'pip install "flash-kda[plot]"' in err
+
+
+def test_table(command):
+    status, out, _ = command("inspect", "--table", "--chunks", 20, "--heads", 2)
+    assert status == 0
+    rows = [x for x in out.splitlines() if x.startswith(samples.GATES)]
+    assert [x.split("  ")[0] for x in rows] == [
+        "random, -5",
+        "random, -1",
+        "random, -0.5",
+        "slow_eighth, -5",
+        "log_uniform, -5",
+        "real, -5",
+    ]
+    assert max(map(len, rows)) <= 80
+
+
+@pytest.mark.parametrize(("gates", "lower_bound"), [("random", -1.0), ("slow_eighth", -5.0), ("none", -5.0)])
+def test_walk_stops_where_the_scan_does(gates, lower_bound):
+    """The products of single chunks' transitions are the M of the backward scan."""
+    x = samples.make(gates, 330, 2, lower_bound=lower_bound)
+    walked = memory.measure(x, lambda _: None)
+    for eps in (2.0**-4, 2.0**-16):
+        _, info = flash_kda.state_only(x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, lower_bound, None, eps=eps, return_info=True)
+        stops = walked.until(eps)
+        for h in range(2):
+            assert stops[h] == (None if info.norm[0, h] > eps else info.chunks[0, h])
+            torch.testing.assert_close(walked.norm[info.chunks[0, h], h], info.norm[0, h], rtol=1e-4, atol=1e-9)
+        bounds = walked.bound(eps)
+        assert all(b is None or (s is not None and s <= b) for s, b in zip(stops, bounds, strict=True))
+
+
+def test_published_rule():
+    """By hand: sigmoid(0) = 1/2, so a chunk counts 16 * lower_bound * log2(e) / 2 on every head but the slow one."""
+    g, a_log, bias = torch.zeros(100, 2, 128), torch.zeros(2), torch.zeros(2, 128)
+    assert recipe.fast_path(-1.74)
+    assert not recipe.fast_path(-1.73)
+    assert recipe.mean_scan(g, a_log, bias, -0.5) == 2
+    assert recipe.mean_scan(g, a_log, bias, -0.2) == 5
+    assert recipe.mean_scan(g, a_log, bias, -0.1) is None
+    slow = g.clone()
+    slow[:, 1] = -2.0
+    assert recipe.mean_scan(slow, a_log, bias, -0.5) is None
+    assert recipe.mean_scan(slow.repeat(2, 1, 1), a_log, bias, -0.5) == 8
+    # Only the last token of each chunk is looked at.
+    sampled = g.clone()
+    sampled[:95:16] = -100.0
+    assert recipe.mean_scan(sampled, a_log, bias, -0.5) == 2
+
+
+# doctor and the entry point
+
+
+def test_doctor():
+    done = child("doctor")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert f"flash_kda            {flash_kda.__version__}" in done.stdout
+    assert "PyTorch reference, because" in done.stdout
+    assert "READY" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["torch", "typer", "rich"])
+def test_doctor_names_a_broken_import(tmp_path, name):
+    for module in {name, "torch"}:
+        broken_module(tmp_path, module)
+    done = child("doctor", path=tmp_path)
+    assert done.returncode == 0
+    row = next(x for x in done.stdout.splitlines() if x.split()[:1] == [name])
+    assert row.endswith("DOES NOT IMPORT: ImportError: broken on purpose")
+    assert f"{name} does not import" in done.stdout.splitlines()[-1]
+    assert "NOT READY" in done.stdout.splitlines()[-1]
+
+
+def test_doctor_survives_a_crash(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    done = child("doctor", path=tmp_path)
+    assert done.returncode == 0
+    assert "signal 11" in done.stdout.splitlines()[-1]
+
+
+def test_doctor_with_a_gpu_and_bad_settings(command, monkeypatch):
+    cpu = {"device": "cpu", "why_not": "tensors are on cpu"}
+    gpu = {"device": "cuda:0", "name": "NVIDIA H200", "capability": "9.0", "why_not": None}
+    found = {"torch": "2.13.0", "built_for": "12.8", "imports": {}, "devices": [cpu, gpu]}
+    monkeypatch.setattr("flash_kda.cli.doctor._probe", lambda: found)
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert "cuda:0: NVIDIA H200, compute capability 9.0" in out
+    assert "READY: sm90 kernels on cuda:0" in out
+    monkeypatch.setenv("FLASH_KDA_IMPL", "fast")
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert "NOT READY: FLASH_KDA_IMPL must be one of" in out
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_commands_say_what_is_missing(tmp_path, name):
+    broken_module(tmp_path, name)
+    done = child("run", path=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: flash-kda needs typer and rich")
+    assert "Traceback" not in done.stderr
+
+
+def test_help_does_not_import_torch(tmp_path):
+    (tmp_path / "torch.py").write_text('raise SystemExit("torch was imported")\n')
+    for arguments in (("--help",), ("run", "--help"), ("inspect", "--help"), ("--version",)):
+        done = child(*arguments, path=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+# samples
+
+
+def test_packaged_sample():
+    x = samples.packaged()
+    assert x.q.shape == (1, 1024, 4, 128)
+    repeated = x.repeat(2000, 6)
+    assert repeated.q.shape == (1, 2000, 6, 128)
+    assert torch.equal(repeated.g[:, 1024:], x.g[:, : 2000 - 1024, [0, 1, 2, 3, 0, 1]])
+    assert torch.equal(repeated.dt_bias[4:], x.dt_bias[:2])
+
+
+@pytest.mark.parametrize("gates", samples.GATES)
+def test_made_samples(gates):
+    x = samples.make(gates, 40, 3, lower_bound=-2.0)
+    again = samples.make(gates, 40, 3, lower_bound=-2.0)
+    assert all(torch.equal(getattr(x, n), getattr(again, n)) for n in (*samples.TOKEN_TENSORS, *samples.PARAMETERS))
+    out, _ = flash_kda.fwd(**x.arguments())
+    assert out.isfinite().all()
+
+
+def test_unknown_gates():
+    with pytest.raises(ValueError, match="gates must be one of"):
+        samples.make("slow", 16, 1)
