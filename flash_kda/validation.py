@@ -71,7 +71,7 @@ def check_forward(
     initial_state: Tensor | None,
     final_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    output_final_state: bool,
+    output_final_state: bool = False,
 ) -> Problem:
     """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
 
