@@ -390,7 +390,7 @@ def _choose(
     """Who runs the forward stage on these tensors."""
 
     def refusal() -> str | None:
-        return sm90.refusal(problem.inputs, out, initial_state, final_state, problem.key)
+        return sm90.refusal(problem.inputs, out, initial_state, final_state, problem.memo)
 
     return dispatch.choose(impl, out.device, refusal)
 
@@ -404,7 +404,7 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             max_len=problem.max_len,
             initial_state=initial_state,
             final_state=final_state,
-            key=problem.key,
+            memo=problem.memo,
         )
         return
     with torch.no_grad():

@@ -11,7 +11,8 @@ import itertools
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +22,21 @@ from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
 from .reference.inputs import Inputs
 
+Memo = dict[str, Any]
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 GATE_DTYPES = (torch.bfloat16, torch.float32)
 OFFSET_DTYPES = (torch.int32, torch.int64)
+
+FORWARD_TENSORS = (
+    "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"
+)  # fmt: skip
+OUT, INITIAL_STATE, FINAL_STATE = (FORWARD_TENSORS.index(name) for name in ("out", "initial_state", "final_state"))
 
 SEEN_KEPT = 1024
 """Kinds of calls whose metadata is remembered as checked."""
 
 Key = tuple[object, ...]
-_seen: dict[Key, tuple[int, ...]] = {}
+_seen: dict[Key, Memo] = {}
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,14 @@ class Problem:
         cu_seqlens: ``[N + 1]`` offsets of the sequences, or None for N sequences of ``max_len`` tokens each.
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
-        key: equal for calls that differ only in addresses and contents; None if that cannot be told.
+        memo: shared by all calls that differ only in addresses and contents: a stage may keep here what depends on neither.
     """
 
     inputs: Inputs
     cu_seqlens: Tensor | None
     num_sequences: int
     max_len: int
-    key: Key | None = None
+    memo: Memo = field(default_factory=dict)
 
     def offsets(self) -> Tensor:
         """``[N + 1]`` offsets, made where there are none."""
@@ -78,20 +85,14 @@ def check_forward(
     What only depends on shapes, dtypes, strides and devices is remembered: a call like an earlier one costs the host a few
     microseconds. Aliasing and contents are looked at every time.
     """
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    optional = {
-        "out": out,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "initial_state": initial_state,
-        "final_state": final_state,
-        "cu_seqlens": cu_seqlens,
-    }
     everything = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
     key = _metadata(everything, scale, lower_bound, output_final_state)
-    extents = None if key is None else _seen.get(key)
-    if extents is None:
-        _check_no_grad({**tensors, **optional})
+    memo = None if key is None else _seen.get(key)
+    if memo is None:
+        named: dict[str, Tensor | None] = dict(zip(FORWARD_TENSORS, everything, strict=True))
+        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        optional = {name: x for name, x in named.items() if name not in tensors}
+        _check_no_grad(named)
         _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
         if out is not None:
             _check_shape("out", out, "[B,T,H,V]", tuple(q.shape))
@@ -104,18 +105,23 @@ def check_forward(
                 _check_dtype(name, state, STATE_DTYPES)
         if final_state is not None:
             _check_writable("final_state", final_state)
-        extents = tuple(0 if x is None else _extent(x) for x in everything)
+        memo = {"extents": tuple(0 if x is None else _extent(x) for x in everything)}
         if key is not None:
             if len(_seen) >= SEEN_KEPT:
                 _seen.clear()
-            _seen[key] = extents
+            _seen[key] = memo
+    extents = memo["extents"]
     starts = [0 if x is None else x.data_ptr() for x in everything]
-    for target in (5, 9):  # out, final_state
-        first, last = starts[target], starts[target] + extents[target]
-        for other, (start, extent) in enumerate(zip(starts, extents, strict=True)):
-            if start < last and first < start + extent and other != target:
-                _check_aliasing((*tensors, *optional), everything, target, other)
-    return _problem(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale, key)
+    for target in (OUT, FINAL_STATE):
+        first = starts[target]
+        if not first:
+            continue
+        last = first + extents[target]
+        for other, start in enumerate(starts):
+            if start < last and first < start + extents[other] and other != target:
+                _check_aliasing(everything, target, other)
+    inputs = Inputs(q, k, v, g, beta, A_log, _per_head_bias(dt_bias, q.shape[2]), float(lower_bound), float(scale))
+    return _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, initial_state, memo)
 
 
 def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, with_final: bool) -> Key | None:
@@ -142,17 +148,18 @@ def _extent(x: Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
-def _check_aliasing(names: tuple[str, ...], tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
+def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
     """Two views whose address ranges meet: the one that is written must share no element with the other."""
     written, source = tensors[target], tensors[other]
     if written is None or source is None or not _overlap(written, source):
         return
     remedy = "allocate it separately"
-    if (names[target], names[other]) == ("final_state", "initial_state"):
+    if target == FINAL_STATE and other == INITIAL_STATE:
         if _same_view(written, source):
             return
         remedy = "pass the very same tensor to update states in place, or separate memory"
-    raise ValueError(f"{names[target]} must not share memory with {names[other]}, got overlapping views; {remedy}")
+    name, shared = FORWARD_TENSORS[target], FORWARD_TENSORS[other]
+    raise ValueError(f"{name} must not share memory with {shared}, got overlapping views; {remedy}")
 
 
 def check_summary(
@@ -170,17 +177,19 @@ def check_summary(
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_no_grad({**tensors, **optional})
     _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
-    return _problem(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+    inputs = Inputs(None, k, v, g, beta, A_log, _per_head_bias(dt_bias, k.shape[2]), float(lower_bound))
+    return _problem(inputs, k.shape[0], k.shape[1], cu_seqlens)
 
 
 def check_gates(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, cu_seqlens: Tensor | None
 ) -> Problem:
-    """The contract of ``get_warmup_chunks``. In the result k and v are g and beta is empty: none of them is used."""
+    """The contract of ``get_warmup_chunks``. In the result k, v and beta are stand-ins that nothing uses."""
     _check_no_grad({"g": g, "A_log": A_log, "dt_bias": dt_bias})
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
-    return _problem({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
+    inputs = Inputs(None, g, g, g, g[..., 0], A_log, _per_head_bias(dt_bias, g.shape[2]), float(lower_bound))
+    return _problem(inputs, g.shape[0], g.shape[1], cu_seqlens)
 
 
 def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
@@ -373,21 +382,16 @@ def _check_tokens(
 
 
 def _problem(
-    tensors: dict[str, Tensor],
-    optional: dict[str, Tensor | None],
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float,
+    inputs: Inputs,
+    batch: int,
+    tokens: int,
     cu_seqlens: Tensor | None,
-    scale: float,
-    key: Key | None = None,
+    initial_state: Tensor | None = None,
+    memo: Memo | None = None,
 ) -> Problem:
     """The call; reads contents where that is free or asked for."""
-    g = tensors["g"]
-    batch, tokens, heads, dim = g.shape
-    num_sequences, max_len = batch, tokens
+    num_sequences, max_len, covered = batch, tokens, tokens
     debug = settings.debug()
-    covered = tokens
     if cu_seqlens is not None:
         num_sequences = cu_seqlens.numel() - 1
         if debug or readable(cu_seqlens):
@@ -395,23 +399,14 @@ def _problem(
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
             covered = values[-1]
     if debug:
-        _check_finite({name: x[:, :covered] for name, x in tensors.items()})
-        _check_finite({name: optional.get(name) for name in ("A_log", "dt_bias", "initial_state")})
+        token_tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": inputs.beta}
+        _check_finite({name: None if x is None else x[:, :covered] for name, x in token_tensors.items()})
+        _check_finite({"A_log": inputs.A_log, "dt_bias": inputs.dt_bias, "initial_state": initial_state})
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, {} if memo is None else memo)
 
-    if dt_bias is not None and dt_bias.dim() == 1:
-        dt_bias = dt_bias.reshape(heads, dim)
-    inputs = Inputs(
-        tensors.get("q"),
-        tensors.get("k", g),
-        tensors.get("v", g),
-        g,
-        tensors["beta"] if "beta" in tensors else g[..., 0],
-        A_log,
-        dt_bias,
-        float(lower_bound),
-        float(scale),
-    )
-    return Problem(inputs, cu_seqlens, num_sequences, max_len, key)
+
+def _per_head_bias(dt_bias: Tensor | None, heads: int) -> Tensor | None:
+    return dt_bias if dt_bias is None or dt_bias.dim() == 2 else dt_bias.reshape(heads, HEAD_DIM)
 
 
 def _number(name: str, value: float) -> float:

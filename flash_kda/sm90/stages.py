@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from ..reference.inputs import Inputs
 from . import launch
 from .kernels import flags
 
-V = TypeVar("V")
-Key = tuple[object, ...]
-
 VECTOR = 8
 """bf16 elements in 16 bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
 
@@ -27,15 +24,9 @@ LONG = 1024
 """Mean tokens a segment from which each item gets a CTA of its own: the hardware then evens out unequal lengths, which gains
 more than the CTAs' starts cost. Below, as many CTAs as SMs take the items in turn. Measured: docs/measured.md."""
 
-KEPT = 1024
-"""Kinds of calls that are remembered."""
-
-_refusals: dict[Key, str | None] = {}
-_calls: dict[Key, _Call] = {}
-
 
 def refusal(
-    inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None, key: Key | None = None
+    inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None, memo: dict[str, Any]
 ) -> str | None:
     """Why the kernels cannot take these tensors, or None.
 
@@ -43,14 +34,11 @@ def refusal(
         inputs: the tensors, with or without batch axis.
         out: like q.
         initial_state, final_state: ``[N, H, V, K]`` or None.
-        key: equal for calls that differ only in addresses and contents; lets the answer be remembered.
+        memo: of the kind of call: what depends on shapes, strides and dtypes alone is kept there.
     """
-    if key is None or key not in _refusals:
-        reason = _refusal(inputs, out, initial_state, final_state)
-        if key is not None:
-            _remember(_refusals, key, reason)
-    else:
-        reason = _refusals[key]
+    if "refusal" not in memo:
+        memo["refusal"] = _refusal(inputs, out, initial_state, final_state)
+    reason: str | None = memo["refusal"]
     if reason is None:
         states = (("initial_state", initial_state), ("final_state", final_state))
         for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out), *states):
@@ -99,7 +87,7 @@ def forward(
     in_index: Tensor | None = None,
     final_state: Tensor | None = None,
     out_index: Tensor | None = None,
-    key: Key | None = None,
+    memo: dict[str, Any] | None = None,
 ) -> None:
     """Outputs of every segment, and the states at their ends; see reference/stages.py.
 
@@ -109,17 +97,17 @@ def forward(
         inputs, out: with or without batch axis.
         cu_seqlens: as there, or None for segments of ``max_len`` tokens each.
         in_index, out_index: int32.
-        key: equal for calls that differ only in addresses and contents; None if not known.
+        memo: of the kind of call, as in :func:`refusal`.
     """
     if inputs.tokens == 0:  # a tensor map cannot describe nothing
         if final_state is not None:
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         return
-    call = None if key is None else _calls.get(key)
+    call: _Call | None = None if memo is None else memo.get("call")
     if call is None:
         call = _Call.of(inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index)
-        if key is not None:
-            _remember(_calls, key, call)
+        if memo is not None:
+            memo["call"] = call
     if call.grid == 0:
         return
     q = inputs.q
@@ -218,12 +206,6 @@ class _Call:
                 inputs.scale,
             ),
         )
-
-
-def _remember(table: dict[Key, V], key: Key, value: V) -> None:
-    if len(table) >= KEPT:
-        table.clear()
-    table[key] = value
 
 
 @functools.cache
