@@ -9,12 +9,13 @@ relative L2 errors against the fp64 token recurrence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from gates import Inputs, make
 from torch import Tensor
 
 import flash_kda
+from flash_kda import samples
 from flash_kda.constants import CHUNK
 from flash_kda.reference import recurrent_kda
 
@@ -30,13 +31,14 @@ ROWS: list[tuple[str, Sequence[Sequence[int]], torch.dtype, int | None]] = [
 ]
 
 
-def call(x: Inputs, span: slice, state: Tensor | None, dtype: torch.dtype, segment_len: int | None) -> tuple[Tensor, Tensor]:
-    part = {name: x[name][:, span] for name in ("q", "k", "v", "g", "beta")}
-    final = torch.empty(1, x["k"].shape[2], 128, 128, dtype=dtype)
-    flash_kda_call = flash_kda.fwd if segment_len is None else flash_kda.fwd_cp
-    extra = {} if segment_len is None else {"segment_len": segment_len}
-    out = flash_kda_call(**{**x, **part}, out=None, initial_state=state, final_state=final, **extra)[0]
-    return out, final
+def call(
+    x: samples.Sample, span: slice, state: Tensor | None, dtype: torch.dtype, segment_len: int | None
+) -> tuple[Tensor, Tensor]:
+    part = replace(x, **{name: getattr(x, name)[:, span] for name in samples.TOKEN_TENSORS}, initial_state=state)
+    final = torch.empty(1, x.heads, 128, 128, dtype=dtype)
+    if segment_len is None:
+        return flash_kda.fwd(**part.arguments(), final_state=final)[0], final
+    return flash_kda.fwd_cp(**part.arguments(), final_state=final, segment_len=segment_len)[0], final
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
@@ -46,7 +48,7 @@ def relative(x: Tensor, exact: Tensor) -> float:
 def split_row(cuts: Sequence[Sequence[int]], dtype: torch.dtype, segment_len: int | None) -> tuple[float, float]:
     worst = (0.0, 0.0)
     for name, lower_bound in GATES:
-        x = make(name, TOKENS, HEADS, lower_bound)
+        x = samples.make(name, TOKENS, HEADS, lower_bound=lower_bound)
         out, final = call(x, slice(None), None, torch.float32, segment_len)
         for cut in cuts:
             state, pieces = None, []
@@ -61,14 +63,15 @@ def split_row(cuts: Sequence[Sequence[int]], dtype: torch.dtype, segment_len: in
 def loud_row(lower_bound: float) -> str:
     """v is 1e4 times larger up to where the first segment's scan stopped; errors of the 64 tokens after that segment."""
     tokens, segment = 1024, 512
-    x = make("random", tokens, 2, lower_bound)
-    parameters = (x["A_log"], x["dt_bias"], lower_bound, torch.tensor([0, segment]))
-    _, info = flash_kda.state_only(x["k"], x["v"], x["g"], x["beta"], *parameters, return_info=True)
-    x["v"][:, : segment - CHUNK * int(info.chunks.max())] *= 1e4
+    x = samples.make("random", tokens, 2, lower_bound=lower_bound)
+    parameters = (x.A_log, x.dt_bias, lower_bound, torch.tensor([0, segment]))
+    _, info = flash_kda.state_only(x.k, x.v, x.g, x.beta, *parameters, return_info=True)
+    x.v[:, : segment - CHUNK * int(info.chunks.max())] *= 1e4
     after = slice(segment, segment + 64)
-    exact = recurrent_kda(**x)[0][:, after]
-    serial = flash_kda.fwd(**x, out=None)[0][:, after]
-    out, _, certificate = flash_kda.fwd_cp(**x, out=None, segment_len=segment, certificate=True)
+    arguments = x.arguments()
+    exact = recurrent_kda(**{name: value for name, value in arguments.items() if name != "out"})[0][:, after]
+    serial = flash_kda.fwd(**arguments)[0][:, after]
+    out, _, certificate = flash_kda.fwd_cp(**arguments, segment_len=segment, certificate=True)
     numbers = (relative(serial, exact), relative(out[:, after], exact), float(certificate.dropped.max()))
     return f"| random | {lower_bound:g} | " + " | ".join(f"{n:.2e}" for n in numbers) + " |"
 
@@ -80,7 +83,7 @@ def main() -> None:
         print(f"| {label} | {out:.1e} | {state:.1e} |", flush=True)
     pairs = []
     for name, lower_bound in GATES:
-        x = make(name, TOKENS, HEADS, lower_bound)
+        x = samples.make(name, TOKENS, HEADS, lower_bound=lower_bound)
         serial, cut = (call(x, slice(None), None, torch.float32, length) for length in (None, SEGMENT))
         pairs.append([relative(a, b) for a, b in zip(cut, serial, strict=True)])
     out, state = (max(column) for column in zip(*pairs, strict=True))
