@@ -1,15 +1,16 @@
-"""Prints what is not bitwise: calls split in pieces, ``fwd_cp`` against ``fwd``, and history much louder than what follows.
+"""Prints what is not bitwise: calls split in pieces, ``fwd_cp`` against ``fwd``, many segments, and very loud history.
 
     python benchmarks/splits.py              # about two minutes on two cores
 
-Relative L2 differences from the unsplit call, the largest over three gates and the splits named; then, for loud history,
-relative L2 errors against the fp64 token recurrence.
+Relative L2 differences from the unsplit call, the largest over three gates and the splits named; then relative L2 errors
+against the fp64 token recurrence, by number of segments and where history is much louder than what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,21 @@ def split_row(cuts: Sequence[Sequence[int]], dtype: torch.dtype, segment_len: in
     return worst
 
 
+def segment_rows() -> Iterator[str]:
+    """Errors of one sequence cut into more and more segments: they do not add up."""
+    tokens = 4096
+    arguments = samples.make("random", tokens, 2, lower_bound=-1.0).arguments()
+    exact, exact_state = oracle(arguments)
+    for count in (1, 2, 4, 16):
+        out, state = flash_kda.fwd_cp(**arguments, output_final_state=True, segment_len=tokens // count)
+        assert state is not None
+        yield f"| {count} | {relative(out, exact):.2e} | {relative(state, exact_state):.1e} |"
+
+
+def oracle(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return recurrent_kda(**{name: x for name, x in arguments.items() if name != "out"})
+
+
 def loud_row(lower_bound: float) -> str:
     """v is 1e4 times larger up to where the first segment's scan stopped; errors of the 64 tokens after that segment."""
     tokens, segment = 1024, 512
@@ -69,7 +85,7 @@ def loud_row(lower_bound: float) -> str:
     x.v[:, : segment - CHUNK * int(info.chunks.max())] *= 1e4
     after = slice(segment, segment + 64)
     arguments = x.arguments()
-    exact = recurrent_kda(**{name: value for name, value in arguments.items() if name != "out"})[0][:, after]
+    exact = oracle(arguments)[0][:, after]
     serial = flash_kda.fwd(**arguments)[0][:, after]
     out, _, certificate = flash_kda.fwd_cp(**arguments, segment_len=segment, certificate=True)
     numbers = (relative(serial, exact), relative(out[:, after], exact), float(certificate.dropped.max()))
@@ -88,6 +104,9 @@ def main() -> None:
         pairs.append([relative(a, b) for a, b in zip(cut, serial, strict=True)])
     out, state = (max(column) for column in zip(*pairs, strict=True))
     print(f"| fwd_cp in segments of 256, against fwd | {out:.1e} | {state:.1e} |")
+    print("\n| segments | outputs | final state |\n|---|---|---|")
+    for row in segment_rows():
+        print(row, flush=True)
     print("\n| gates | lower_bound | out, fwd | out, fwd_cp | dropped |\n|---|---|---|---|---|")
     for lower_bound in (-5.0, -1.0, -0.5):
         print(loud_row(lower_bound), flush=True)

@@ -136,9 +136,7 @@ def inspect(
     ] = None,
     lower_bound: LowerBound = -5.0,
     cu_seqlens: Offsets = None,
-    heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of the synthetic input.", show_default="16; 4 for real, as recorded")
-    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the synthetic input.", show_default="4")] = None,
     chunks: Annotated[
         int, typer.Option(min=1, help="Walk back at most this many chunks of 16 tokens from the end of the longest sequence.")
     ] = 256,
