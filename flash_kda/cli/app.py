@@ -95,7 +95,7 @@ def run(
         int | None, typer.Option(help="Tokens per segment, a multiple of 16.", show_default="chosen by the planner")
     ] = None,
     eps: Annotated[
-        float | None, typer.Option(help="The scan of a segment stops once ||M||_F <= eps; 0 never stops.", show_default="2^-20")
+        float | None, typer.Option(help="The scan of a segment stops once ||M||_F <= eps.", show_default="2^-20")
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
     impl: Annotated[Impl | None, typer.Option(help="Who computes.", show_default="FLASH_KDA_IMPL, else auto")] = None,
