@@ -137,7 +137,7 @@ def _line(row: Row) -> str:
         f"{row['eager_ms']:.3f}",
         f"{row['graph_ms'] / row['floor_ms']:.2f}",
         "" if error is None else f"{error:.1e}",
-        "" if known is None else f"{known.ms:.3g}" + (f" ({known.whose})" if known.whose else ""),
+        "" if known is None else f"{known.ms:#.3g}" + (f" ({known.whose})" if known.whose else ""),
     )
     return "| " + " | ".join(cells) + " |"
 
