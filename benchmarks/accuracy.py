@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from gates import make
 from torch import Tensor
 
 import flash_kda
+from flash_kda import samples
 from flash_kda.reference import recurrent_kda
 
 GATES = [
@@ -48,11 +48,11 @@ def error(x: Tensor, exact: Tensor, head_dim: int) -> float:
 
 
 def row(name: str, lower_bound: float, tokens: int, heads: int, segment_len: int) -> str:
-    inputs = make(name, tokens, heads, lower_bound)
-    exact, exact_state = recurrent_kda(**inputs)
-    out, state = flash_kda.fwd(**inputs, out=None, output_final_state=True)
+    arguments = samples.make(name, tokens, heads, lower_bound=lower_bound).arguments()
+    exact, exact_state = recurrent_kda(**{name: x for name, x in arguments.items() if name != "out"})
+    out, state = flash_kda.fwd(**arguments, output_final_state=True)
     out_cp, state_cp, certificate = flash_kda.fwd_cp(
-        **inputs, out=None, output_final_state=True, segment_len=segment_len, certificate=True
+        **arguments, output_final_state=True, segment_len=segment_len, certificate=True
     )
     for x in (out, state, out_cp, state_cp):
         assert x.isfinite().all(), name

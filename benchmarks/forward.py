@@ -134,6 +134,7 @@ def main() -> None:
 
 def save(row: dict[str, object], output: Path | None) -> None:
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("a") as file:
             file.write(json.dumps(row) + "\n")
 

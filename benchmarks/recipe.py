@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from gates import make
 from torch import Tensor
 
 import flash_kda
+from flash_kda import samples
 from flash_kda.constants import CHUNK
 
 
@@ -30,9 +30,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--segment-len", type=int, nargs="+", default=[1024, 512, 256])
     args = parser.parse_args()
-    x = make("real", args.tokens, 4)
+    x = samples.make("real", args.tokens, 4).arguments()
     summary_inputs = [x[name] for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound")]
-    serial, _ = flash_kda.fwd(**x, out=None)
+    serial, _ = flash_kda.fwd(**x)
 
     for chunks in (1, 2, 10):
         ends = torch.arange(0, args.tokens + 1, 256)
@@ -45,12 +45,12 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for segment_len in args.segment_len:
         plan = flash_kda.plan_segments(torch.tensor([0, args.tokens]), args.tokens, 4, segment_len=segment_len)
-        exact, _ = flash_kda.fwd_cp(**x, out=None, segment_len=segment_len)
+        exact, _ = flash_kda.fwd_cp(**x, segment_len=segment_len)
         for chunks in (1, 10):
             count = torch.full((plan.capacity,), chunks)
             ht = flash_kda.state_only(*summary_inputs, plan.cu_seqlens, count)
             h0 = flash_kda.correct_initial_states(None, ht, None, None, plan.seq_map)
-            out, _ = flash_kda.fwd(**x, out=None, initial_state=h0, cu_seqlens=plan.cu_seqlens)
+            out, _ = flash_kda.fwd(**{**x, "initial_state": h0, "cu_seqlens": plan.cu_seqlens})
             starts = torch.arange(args.tokens) % segment_len < 4 * CHUNK
             starts[: 4 * CHUNK] = False
             cells = [relative(out[0], serial[0]), relative(out[0, starts], serial[0, starts]), relative(exact[0], serial[0])]

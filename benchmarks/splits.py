@@ -1,20 +1,22 @@
-"""Prints what is not bitwise: calls split in pieces, ``fwd_cp`` against ``fwd``, and history much louder than what follows.
+"""Prints what is not bitwise: calls split in pieces, ``fwd_cp`` against ``fwd``, many segments, and very loud history.
 
     python benchmarks/splits.py              # about two minutes on two cores
 
-Relative L2 differences from the unsplit call, the largest over three gates and the splits named; then, for loud history,
-relative L2 errors against the fp64 token recurrence.
+Relative L2 differences from the unsplit call, the largest over three gates and the splits named; then relative L2 errors
+against the fp64 token recurrence, by number of segments and where history is much louder than what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from gates import Inputs, make
 from torch import Tensor
 
 import flash_kda
+from flash_kda import samples
 from flash_kda.constants import CHUNK
 from flash_kda.reference import recurrent_kda
 
@@ -30,13 +32,14 @@ ROWS: list[tuple[str, Sequence[Sequence[int]], torch.dtype, int | None]] = [
 ]
 
 
-def call(x: Inputs, span: slice, state: Tensor | None, dtype: torch.dtype, segment_len: int | None) -> tuple[Tensor, Tensor]:
-    part = {name: x[name][:, span] for name in ("q", "k", "v", "g", "beta")}
-    final = torch.empty(1, x["k"].shape[2], 128, 128, dtype=dtype)
-    flash_kda_call = flash_kda.fwd if segment_len is None else flash_kda.fwd_cp
-    extra = {} if segment_len is None else {"segment_len": segment_len}
-    out = flash_kda_call(**{**x, **part}, out=None, initial_state=state, final_state=final, **extra)[0]
-    return out, final
+def call(
+    x: samples.Sample, span: slice, state: Tensor | None, dtype: torch.dtype, segment_len: int | None
+) -> tuple[Tensor, Tensor]:
+    part = replace(x, **{name: getattr(x, name)[:, span] for name in samples.TOKEN_TENSORS}, initial_state=state)
+    final = torch.empty(1, x.heads, 128, 128, dtype=dtype)
+    if segment_len is None:
+        return flash_kda.fwd(**part.arguments(), final_state=final)[0], final
+    return flash_kda.fwd_cp(**part.arguments(), final_state=final, segment_len=segment_len)[0], final
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
@@ -46,7 +49,7 @@ def relative(x: Tensor, exact: Tensor) -> float:
 def split_row(cuts: Sequence[Sequence[int]], dtype: torch.dtype, segment_len: int | None) -> tuple[float, float]:
     worst = (0.0, 0.0)
     for name, lower_bound in GATES:
-        x = make(name, TOKENS, HEADS, lower_bound)
+        x = samples.make(name, TOKENS, HEADS, lower_bound=lower_bound)
         out, final = call(x, slice(None), None, torch.float32, segment_len)
         for cut in cuts:
             state, pieces = None, []
@@ -58,17 +61,33 @@ def split_row(cuts: Sequence[Sequence[int]], dtype: torch.dtype, segment_len: in
     return worst
 
 
+def segment_rows() -> Iterator[str]:
+    """Errors of one sequence cut into more and more segments: they do not add up."""
+    tokens = 4096
+    arguments = samples.make("random", tokens, 2, lower_bound=-1.0).arguments()
+    exact, exact_state = oracle(arguments)
+    for count in (1, 2, 4, 16):
+        out, state = flash_kda.fwd_cp(**arguments, output_final_state=True, segment_len=tokens // count)
+        assert state is not None
+        yield f"| {count} | {relative(out, exact):.2e} | {relative(state, exact_state):.1e} |"
+
+
+def oracle(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return recurrent_kda(**{name: x for name, x in arguments.items() if name != "out"})
+
+
 def loud_row(lower_bound: float) -> str:
     """v is 1e4 times larger up to where the first segment's scan stopped; errors of the 64 tokens after that segment."""
     tokens, segment = 1024, 512
-    x = make("random", tokens, 2, lower_bound)
-    parameters = (x["A_log"], x["dt_bias"], lower_bound, torch.tensor([0, segment]))
-    _, info = flash_kda.state_only(x["k"], x["v"], x["g"], x["beta"], *parameters, return_info=True)
-    x["v"][:, : segment - CHUNK * int(info.chunks.max())] *= 1e4
+    x = samples.make("random", tokens, 2, lower_bound=lower_bound)
+    parameters = (x.A_log, x.dt_bias, lower_bound, torch.tensor([0, segment]))
+    _, info = flash_kda.state_only(x.k, x.v, x.g, x.beta, *parameters, return_info=True)
+    x.v[:, : segment - CHUNK * int(info.chunks.max())] *= 1e4
     after = slice(segment, segment + 64)
-    exact = recurrent_kda(**x)[0][:, after]
-    serial = flash_kda.fwd(**x, out=None)[0][:, after]
-    out, _, certificate = flash_kda.fwd_cp(**x, out=None, segment_len=segment, certificate=True)
+    arguments = x.arguments()
+    exact = oracle(arguments)[0][:, after]
+    serial = flash_kda.fwd(**arguments)[0][:, after]
+    out, _, certificate = flash_kda.fwd_cp(**arguments, segment_len=segment, certificate=True)
     numbers = (relative(serial, exact), relative(out[:, after], exact), float(certificate.dropped.max()))
     return f"| random | {lower_bound:g} | " + " | ".join(f"{n:.2e}" for n in numbers) + " |"
 
@@ -80,11 +99,14 @@ def main() -> None:
         print(f"| {label} | {out:.1e} | {state:.1e} |", flush=True)
     pairs = []
     for name, lower_bound in GATES:
-        x = make(name, TOKENS, HEADS, lower_bound)
+        x = samples.make(name, TOKENS, HEADS, lower_bound=lower_bound)
         serial, cut = (call(x, slice(None), None, torch.float32, length) for length in (None, SEGMENT))
         pairs.append([relative(a, b) for a, b in zip(cut, serial, strict=True)])
     out, state = (max(column) for column in zip(*pairs, strict=True))
     print(f"| fwd_cp in segments of 256, against fwd | {out:.1e} | {state:.1e} |")
+    print("\n| segments | outputs | final state |\n|---|---|---|")
+    for row in segment_rows():
+        print(row, flush=True)
     print("\n| gates | lower_bound | out, fwd | out, fwd_cp | dropped |\n|---|---|---|---|---|")
     for lower_bound in (-5.0, -1.0, -0.5):
         print(loud_row(lower_bound), flush=True)

@@ -184,7 +184,7 @@ def fwd_cp(
         auto_cp: False is :func:`fwd`.
         segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
         fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
-        eps: the scan of a (segment, head) stops once ``||M||_F <= eps``; 0 never stops early.
+        eps: the scan of a (segment, head) stops once ``||M||_F <= eps``; with 0 only where that is exactly 0 in fp32.
         cu_seqlens_cpu: host copy of ``cu_seqlens``, optional: lets the planner see lengths that are on a GPU.
         certificate: also return a :class:`Certificate`, or None if nothing was cut.
 
@@ -252,7 +252,7 @@ def state_only(
         num_warmup_chunks: int32 or int64 ``[NS, H]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
             instead of measuring.
         calc_mt: also return mt.
-        eps: the measured exit; 0 scans every segment to its start.
+        eps: the measured exit; with 0 only where ``||M||_F`` is exactly 0 in fp32.
         return_info: also return a :class:`SummaryInfo`; its ``fallback`` is what ``correct_initial_states`` takes.
         impl: as in :func:`fwd`.
 

@@ -375,7 +375,7 @@ def test_packaged_sample():
     assert torch.equal(repeated.dt_bias[4:], x.dt_bias[:2])
 
 
-@pytest.mark.parametrize("gates", samples.GATES)
+@pytest.mark.parametrize("gates", samples.GATES + samples.HARD)
 def test_made_samples(gates):
     x = samples.make(gates, 40, 3, lower_bound=-2.0)
     again = samples.make(gates, 40, 3, lower_bound=-2.0)
