@@ -201,10 +201,11 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    path = _choose("reference" if certificate else impl, problem, out, initial_state, final_state)
+    told_how = fixed_plan or segment_len is not None
+    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp and told_how)
     plan = None
     # On Hopper the summary still comes from the reference: cut only for those who say how.
-    if auto_cp and (path == "reference" or fixed_plan or segment_len is not None):
+    if auto_cp and (path == "reference" or told_how):
         hint = cu_seqlens_cpu
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
@@ -269,7 +270,7 @@ def state_only(
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
         num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
-    dispatch.choose(impl, k.device)
+    dispatch.choose(impl, k.device, _no_kernel)
     with torch.no_grad():
         summary = stages.state_summary(
             problem.inputs, problem.offsets(), max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
@@ -312,7 +313,7 @@ def get_warmup_chunks(
     """
     problem = check.check_gates(g, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
-    dispatch.choose(impl, g.device)
+    dispatch.choose(impl, g.device, _no_kernel)
     x = problem.inputs.contiguous()
     with torch.no_grad():
         return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
@@ -385,14 +386,26 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
 
 
 def _choose(
-    impl: str | None, problem: check.Problem, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None
+    impl: str | None,
+    problem: check.Problem,
+    out: Tensor,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    certificate: bool = False,
 ) -> str:
     """Who runs the forward stage on these tensors."""
 
     def refusal() -> str | None:
+        if certificate:
+            return "the kernels measure no certificate"
         return sm90.refusal(problem.inputs, out, initial_state, final_state, problem.memo)
 
     return dispatch.choose(impl, out.device, refusal)
+
+
+def _no_kernel() -> str:
+    """Why a stage that only the reference has is not run by kernels."""
+    return "this version has no kernel for it, only for the forward stage"
 
 
 def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import settings
 from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
-from .reference.inputs import Inputs
+from .inputs import Inputs
 
 Memo = dict[str, Any]
 STATE_DTYPES = (torch.bfloat16, torch.float32)

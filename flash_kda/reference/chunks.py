@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..constants import CHUNK, L2_EPS
 from ..host import readable
+from ..inputs import Inputs
 from .gate import log_decay, sigmoid
-from .inputs import Inputs
 
 
 @dataclass(frozen=True)

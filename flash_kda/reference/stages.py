@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..constants import CHUNK, EXIT_EPS
 from ..host import readable
+from ..inputs import Inputs
 from .chunks import Factors, Items, Window, prepare, window
 from .gate import log_decay
-from .inputs import Inputs
 
 CPU_WINDOW = 256
 """(item, chunk) pairs prepared at once on a CPU: 2 MiB a factor, measured fastest among 128 .. 1024."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.inputs import Inputs
+from ..inputs import Inputs
 from . import launch
 from .kernels import flags
 
