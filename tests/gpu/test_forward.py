@@ -4,6 +4,8 @@ The judge of short calls is the fp64 token recurrence, of long ones the chunked 
 it. The unit of every tolerance is the error of an honest evaluation with bf16 operands, made here (:func:`emulate`).
 """
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -14,6 +16,8 @@ from cases import D, nan_like, packed_offsets, rel, same_bits
 
 import flash_kda
 from flash_kda.reference import forward
+from flash_kda.sm90 import build, launch
+from flash_kda.sm90.variants import VARIANTS
 
 MULTIPLE = 1.25
 """Times the emulated error of the worst head: the kernel rounds where the emulation does, but not in the same order."""
@@ -465,3 +469,56 @@ def test_segments_from_their_own_states(segment_len):
     want, want_final = exact(case, start)
     assert (rel(out, want, 2) <= 1.25 * rel(serial, want, 2)).all()
     assert (rel(final, want_final, 1) <= 1.25 * rel(serial_final, want_final, 1)).all()
+
+
+@pytest.mark.skipif(build.compiler_problem() is not None, reason=str(build.compiler_problem()))
+@pytest.mark.parametrize(("name", "batch"), [("forward_split_v", 2), ("forward", 40)])
+def test_cubin_and_jit_give_the_same_bits(monkeypatch, name, batch):
+    """The very arguments that the launcher gets, given to Triton's own launcher and compiler."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from flash_kda.sm90.kernels import forward as source
+
+    case = on_gpu(cases.random(200, 4, batch=batch, seed=8))
+    start, final = states(batch, 4), nan_states(batch, 4)
+    out, _ = fwd(case, start, final)
+    out_jit, final_jit = nan_like(case.q), nan_states(batch, 4)
+    variant = next(v for v in VARIANTS if v.name == name)
+    tensors = {x.data_ptr(): x for x in (*(x for x in vars(case).values() if torch.is_tensor(x)), start, out_jit, final_jit)}
+    launched = []
+
+    def kernel(asked):
+        class ThroughJit:
+            def launch(self, device, grid, *arguments):
+                launched.append((asked, device))
+                given = dict(zip(variant.signature, arguments, strict=True))
+                for argument, kind in variant.signature.items():
+                    if kind.startswith("tensordesc"):
+                        address, shape, strides = given[argument]
+                        flat = tensors[address].flatten(0, 1)
+                        assert (flat.shape, flat.stride()) == (shape, strides)
+                        block = [source.STEP.value, 1, source.BOX_CHANNELS.value]
+                        given[argument] = TensorDescriptor(flat, list(shape), list(strides), block, source.BOX.value)
+                    elif kind.startswith("*"):
+                        none = torch.empty(0, dtype=torch.int32 if kind == "*i32" else torch.float32, device="cuda")
+                        given[argument] = tensors[given[argument]] if given[argument] else none
+                source.kda_forward[grid](*given.values(), **variant.constexprs, num_warps=variant.num_warps)
+
+        return ThroughJit()
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    fwd(case, start, final_jit, out=out_jit)
+    torch.cuda.synchronize()
+    assert launched == [(name, 0)]
+    assert same_bits(out_jit, out)
+    assert same_bits(final_jit, final)
+
+
+def test_first_call_of_a_process_is_quick():
+    script = (
+        "import time, torch, flash_kda; from flash_kda import samples;"
+        "x = samples.make('random', 64, 2, device='cuda').arguments(); torch.cuda.synchronize(); start = time.perf_counter();"
+        "flash_kda.fwd(**x, impl='sm90'); torch.cuda.synchronize(); print(time.perf_counter() - start)"
+    )
+    seconds = float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    assert seconds < 0.3
