@@ -50,8 +50,10 @@ class Certificate:
         plan: the segments.
         segment: ``[M]`` int64, the segment of each row; ``plan.capacity`` for unused rows.
         chunks, norm, fallback: as in :class:`SummaryInfo`, ``[M, H]``.
-        dropped: ``[M, H]`` fp32, ``||M||_F ||S_c||_F / ||S_out||_F`` with S_c the state that enters the replayed suffix: a
-            bound of the relative error that an exit causes in the state S_out handed on. 0 where the scan did not exit.
+        dropped: ``[M, H]`` fp32, bound of the relative error of the state S_out that the segment hands on. Where its scan
+            exited, ``||M||_F ||S_c||_F / ||S_out||_F`` with S_c the state that enters the replayed suffix; where it did not,
+            what earlier exits of the sequence dropped and this segment let through, over ``||S_out||_F``. eps bounds the loss
+            relative to S_c: where gates then erase all but what was dropped, it is large relative to S_out, and shows here.
     """
 
     plan: SegmentPlan
@@ -398,7 +400,7 @@ def _choose(
     def refusal() -> str | None:
         if certificate:
             return "the kernels measure no certificate"
-        return sm90.refusal(problem.inputs, out, initial_state, final_state, problem.memo)
+        return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, problem.memo)
 
     return dispatch.choose(impl, out.device, refusal)
 
@@ -494,6 +496,13 @@ def _forward_segments(
         return None
     entering = torch.cat([entering, entering.new_zeros(1, inputs.heads)])[of_slot]
     leaving = torch.linalg.vector_norm(handed_on[: plan.num_slots], dim=(-2, -1))
-    dropped = summary.norm * entering / leaving.clamp(min=torch.finfo(leaving.dtype).tiny)
-    dropped = torch.where(summary.exited, dropped, 0)
+    starts = torch.isin(torch.arange(plan.num_slots, device=device), plan.slot_map()[:-1])
+    lost = entering.new_zeros(inputs.heads)
+    losses = []
+    for slot in range(plan.num_slots):
+        # What an exit drops, or what was lost before and goes through a segment scanned whole: ||M||_2 <= 1.
+        carried = torch.where(starts[slot], 0, lost) * summary.norm[slot].clamp(max=1)
+        lost = torch.where(summary.exited[slot], summary.norm[slot] * entering[slot], carried)
+        losses.append(lost)
+    dropped = torch.stack(losses) / leaving.clamp(min=torch.finfo(leaving.dtype).tiny)
     return Certificate(plan, of_slot, summary.chunks, summary.norm, ~summary.exited, dropped)

@@ -129,13 +129,13 @@ def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: flo
     if type(scale) not in (float, int) or type(lower_bound) not in (float, int):
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [scale, lower_bound, bool(with_final), grad]
+    key: list[object] = [scale, lower_bound, bool(with_final), grad, torch.is_inference_mode_enabled()]
     try:
         for x in tensors:
             if x is None:
                 key.append(None)
             else:
-                key += (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad)
+                key += (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad, x.is_inference())
     except (AttributeError, RuntimeError):
         return None
     return tuple(key)
@@ -264,6 +264,8 @@ def check_plan(
     if isinstance(cu_seqlens_cpu, Tensor):
         _check_offset_tensor(name, cu_seqlens_cpu)
         check_devices({name: cu_seqlens_cpu}, torch.device("cpu"))
+    elif not isinstance(cu_seqlens_cpu, Sequence):
+        raise TypeError(f"{name} must be a tensor or a sequence of integers, got {type(cu_seqlens_cpu).__name__}")
     elif not all(isinstance(x, numbers.Integral) for x in cu_seqlens_cpu):
         raise TypeError(f"{name} must hold integers, got {list(cu_seqlens_cpu)}")
     if len(cu_seqlens_cpu) != cu_seqlens.numel():
@@ -413,9 +415,12 @@ def _number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = "; read it once with float(...)" if isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be a real number, got {type(value).__name__}{hint}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be finite in fp32, got {number!r}")
     return number
 
 
@@ -470,7 +475,12 @@ def check_devices(tensors: dict[str, Tensor] | dict[str, Tensor | None], device:
 
 
 def _check_writable(name: str, x: Tensor) -> None:
-    """Every element has memory of its own: no expanded or self-overlapping view."""
+    """Every element has memory of its own: no expanded or self-overlapping view. And writing to it is allowed."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} must be writable here, got a tensor made under inference_mode; "
+            "call under torch.inference_mode() or make it outside"
+        )
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if stride < extent:
@@ -489,7 +499,9 @@ def _check_finite(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> None
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+    """The same elements in the same order; strides of axes of size 1 mean nothing."""
+    strides = (tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) for x in (a, b))
+    return (a.data_ptr(), a.shape, next(strides), a.dtype) == (b.data_ptr(), b.shape, next(strides), b.dtype)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from budget import judge
@@ -82,3 +83,29 @@ def test_no_certificate_where_nothing_was_cut():
     case = make("random_5", 64)
     assert flash_kda.fwd_cp(**case.fwd(), segment_len=64, certificate=True)[2] is None
     assert flash_kda.fwd_cp(**case.fwd(), auto_cp=False, certificate=True)[2] is None
+
+
+def test_a_loss_passes_through_a_segment_scanned_whole():
+    """An exit drops a channel that is small beside the rest; then the gates erase the rest and keep that channel."""
+    segment, tokens = 128, 384
+    case = cases.random(tokens, 1, seed=0)
+    k, v, g = case.k.clone(), case.v.clone(), torch.full_like(case.g, 30)
+    k[:, :64, :, 1:] = 0
+    k[:, 64:, :, 0] = 0
+    g[..., 0] = -2.945
+    g[:, segment:, :, 0] = -60
+    v[:, segment:] = 0
+    case = cases.plain(replace(case, k=k, v=v, g=g, beta=torch.full_like(case.beta, 3.0)))
+    case = replace(case, g=g)
+    out, final, certificate = flash_kda.fwd_cp(**case.fwd(), output_final_state=True, segment_len=segment, certificate=True)
+    o, want = case.oracle()
+    lost = cases.state_error(final, want)
+    assert certificate.fallback[:, 0].tolist() == [False, True]
+    assert lost.max() > 0.1, "the input no longer does what it is for"
+    assert certificate.dropped[1].max() >= 0.9 * lost.max()
+    assert cases.out_error(out[:, 2 * segment :], o[:, 2 * segment :]).max() > 0.1
+    exact, exact_final, _ = flash_kda.fwd_cp(
+        **case.fwd(), output_final_state=True, segment_len=segment, certificate=True, eps=0.0
+    )
+    assert cases.state_error(exact_final, want).max() < 1e-5
+    assert cases.out_error(exact[:, 2 * segment :], o[:, 2 * segment :]).max() < 5e-3

@@ -4,6 +4,7 @@ import itertools
 import random as python_random
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from budget import judge_named
@@ -171,3 +172,16 @@ def test_the_number_of_threads_changes_nothing(mode):
     finally:
         torch.set_num_threads(threads)
     assert all(same_bits(results[0][0], out) and same_bits(results[0][1], final) for out, final in results)
+
+
+def test_an_overflow_reaches_no_earlier_token():
+    """Values near the end of bf16's range whose difference overflows fp32."""
+    case = cases.random(16, 1, seed=3)
+    key = case.k[:, :1].expand_as(case.k).contiguous()
+    case = replace(cases.plain(case), k=key, g=torch.full_like(case.g, -60), beta=torch.full_like(case.beta, 30))
+    loud = case.v.clone()
+    loud[:, 9], loud[:, 10] = 3.2e38, -3.2e38
+    quiet, _ = flash_kda.fwd(**case.fwd())
+    out, _ = flash_kda.fwd(**replace(case, v=loud).fwd())
+    assert same_bits(out[:, :9], quiet[:, :9])
+    assert not out[:, 10:].isfinite().all()

@@ -3,6 +3,7 @@
 import math
 import re
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -511,3 +512,30 @@ def test_a_huge_segment_len_does_not_overflow(segment_len, dtype):
     offsets = packed_offsets(20, 28, dtype=dtype)
     want, _ = flash_kda.fwd(**CASE.fwd(cu_seqlens=offsets))
     assert same_bits(flash_kda.fwd_cp(**CASE.fwd(cu_seqlens=offsets), segment_len=segment_len)[0], want)
+
+
+def test_tensors_of_inference_mode_are_refused_outside_it():
+    case = cases.make("random_5", 40, 1)
+    with torch.inference_mode():
+        made_inside = torch.zeros(1, 1, 128, 128)
+    flash_kda.fwd(**case.fwd(final_state=torch.zeros(1, 1, 128, 128)))
+    arguments = case.fwd(final_state=made_inside)
+    kept = arguments["out"].clone()
+    with pytest.raises(RuntimeError, match="final_state must be writable"):
+        flash_kda.fwd(**arguments)
+    assert cases.same_bits(arguments["out"], kept)
+    with torch.inference_mode():
+        flash_kda.fwd(**arguments)
+    assert made_inside.isfinite().all()
+
+
+def test_strides_of_single_axes_do_not_hide_the_same_state():
+    case = cases.make("random_5", 40, 2)
+    pool = torch.zeros(5, 3, 128, 128)[:, :2]
+    flash_kda.fwd(**case.fwd(initial_state=pool[2:3], final_state=pool[2].unsqueeze(0)))
+
+
+@pytest.mark.parametrize("value", [10**400, 1e300], ids=["integer", "float"])
+def test_numbers_beyond_fp32_are_refused(value):
+    with pytest.raises(ValueError, match="scale must be finite in fp32"):
+        flash_kda.fwd(**cases.make("random_5", 40, 1).fwd(scale=value))

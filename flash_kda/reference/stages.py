@@ -89,6 +89,7 @@ def forward(
     norms = None
     if probe is not None:
         norms = torch.zeros(cu_seqlens.numel() - 1, inputs.heads, dtype=dtype, device=out.device)
+    in_index = None if in_index is None else in_index.long()
     for items in _groups(cu_seqlens, inputs.heads):
         state = _load_state(initial_state, in_index, items, inputs, dtype)
         finished = []
@@ -353,9 +354,16 @@ def _advance(state: Tensor, factors: Factors, with_norms: bool) -> tuple[Tensor,
         reads.append(both[:, CHUNK:])
         writes.append(write)
     written = torch.stack(writes, 1).view(items * n, CHUNK, v_dim)
+    overflow = None
+    if not (readable(written) and bool(written.isfinite().all())):
+        # Finite inputs may overflow: from that token on, not before, which 0 * inf in the product below would reach.
+        overflow = (~written.isfinite()).cumsum(-2) > 0
+        written = torch.where(written.isfinite(), written, 0)
     o = torch.baddbmm(torch.stack(reads, 1).view(items * n, CHUNK, v_dim), aqk.view(items * n, CHUNK, CHUNK), written).view(
         items, n, CHUNK, v_dim
     )
+    if overflow is not None:
+        o = torch.where(overflow.view(o.shape), torch.nan, o)
     if factors.out_poison is not None:
         o = _poisoned(o, factors.out_poison)
     return state, o, torch.stack(norms, 1) if with_norms else None
@@ -427,7 +435,9 @@ def _load_state(
     """``[I, K, V]`` in the working dtype."""
     if initial_state is None:
         return inputs.k.new_zeros(len(items), inputs.k.shape[-1], inputs.v.shape[-1], dtype=dtype)
-    row = items.segment if in_index is None else in_index.long()[items.segment]
+    row = items.segment if in_index is None else in_index[items.segment]
+    if in_index is not None and readable(row) and not bool((row >= 0).any()):
+        return _load_state(None, None, items, inputs, dtype)
     state = initial_state[row.clamp(min=0), items.head].to(dtype)
     if in_index is not None:
         state = torch.where((row >= 0)[:, None, None], state, 0)

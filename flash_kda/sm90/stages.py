@@ -26,19 +26,29 @@ more than the CTAs' starts cost. Below, as many CTAs as SMs take the items in tu
 
 
 def refusal(
-    inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None, memo: dict[str, Any]
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    memo: dict[str, Any],
 ) -> str | None:
     """Why the kernels cannot take these tensors, or None.
 
     Args:
         inputs: the tensors, with or without batch axis.
+        cu_seqlens: offsets, or None.
         out: like q.
         initial_state, final_state: ``[N, H, V, K]`` or None.
         memo: of the kind of call: what depends on shapes, strides and dtypes alone is kept there.
     """
+    reason: str | None
     if "refusal" not in memo:
-        memo["refusal"] = _refusal(inputs, out, initial_state, final_state)
-    reason: str | None = memo["refusal"]
+        reason = _refusal(inputs, out, initial_state, final_state)
+        if reason is None and cu_seqlens is not None and not cu_seqlens.is_contiguous():
+            reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
+        memo["refusal"] = reason
+    reason = memo["refusal"]
     if reason is None:
         states = (("initial_state", initial_state), ("final_state", final_state))
         for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out), *states):

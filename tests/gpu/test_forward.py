@@ -522,3 +522,9 @@ def test_first_call_of_a_process_is_quick():
     )
     seconds = float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
     assert seconds < 0.3
+
+
+def test_strided_offsets_are_refused():
+    table = torch.tensor([[0, 9], [40, 9], [64, 9]], device="cuda")
+    with pytest.raises(NotImplementedError, match="cu_seqlens has stride 2"):
+        fwd(on_gpu(cases.random(64, 2)), cu_seqlens=table[:, 0])
