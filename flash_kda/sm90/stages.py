@@ -60,6 +60,8 @@ def refusal(
 def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> str | None:
     if inputs.q is None:
         return "there is no q"
+    if inputs.tokens == 0:
+        return None
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "out": out, "beta": inputs.beta}
     for name, x in named.items():
         if x.dtype != torch.bfloat16:

@@ -1,0 +1,166 @@
+"""Tensors to kernel arguments, without a GPU: what reaches the launcher for each kind of call."""
+
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+from cases import D, packed_offsets
+
+import flash_kda
+from flash_kda import dispatch
+from flash_kda.sm90 import launch, stages
+from flash_kda.sm90.kernels import flags
+from flash_kda.sm90.variants import VARIANTS
+
+SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches of the test, as dicts of arguments by name, with ``kernel`` and ``grid``."""
+    seen = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def launch(self, device, grid, *arguments):
+            seen.append({"kernel": self.name, "grid": grid, **dict(zip(SIGNATURE, arguments, strict=True))})
+
+    monkeypatch.setattr(launch, "kernel", Kernel)
+    monkeypatch.setattr(stages, "_multiprocessors", lambda _device: 132)
+    monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
+    return seen
+
+
+def fwd(case, **options):
+    arguments = {**vars(case), "out": torch.zeros_like(case.q), **options}
+    return flash_kda.fwd(**arguments, impl="sm90")
+
+
+def test_variants_share_one_signature():
+    assert {v.name for v in VARIANTS} == {"forward", "forward_split_v"}
+    assert all(v.signature == SIGNATURE for v in VARIANTS)
+
+
+def test_dense_batch(launches):
+    case = cases.random(40, 3, batch=2)
+    out, final = fwd(case, output_final_state=True)
+    (call,) = launches
+    assert call["kernel"] == "forward_split_v"
+    assert call["grid"] == (12, 1, 1)
+    for name in "qkvg":
+        x = getattr(case, name)
+        assert call[f"{name}_desc"] == (x.data_ptr(), (80, 3, D), (3 * D, D, 1))
+    assert call["out_desc"] == (out.data_ptr(), (80, 3, D), (3 * D, D, 1))
+    pointers = {
+        "beta_ptr": case.beta, "out_ptr": out, "a_log_ptr": case.A_log, "dt_ptr": case.dt_bias, "cu_ptr": None,
+        "h0_ptr": None, "ht_ptr": final, "in_index_ptr": None, "out_index_ptr": None,
+    }  # fmt: skip
+    assert {name: call[name] for name in pointers} == {n: 0 if x is None else x.data_ptr() for n, x in pointers.items()}
+    scalars = {
+        "heads": 3, "qk_group": 1, "n_items": 6, "t_total": 80, "seq_len": 40, "cu_words": 1, "in_slots": 0, "out_slots": 2,
+        "beta_t": 3, "beta_h": 1, "out_t": 3 * D, "out_h": D, "h0_stride": 0, "ht_stride": 3 * D * D,
+        "lower_bound": case.lower_bound, "scale": case.scale,
+        "flags": flags.HAS_A_LOG | flags.HAS_DT_BIAS | flags.HAS_FINAL,
+    }  # fmt: skip
+    assert {name: call[name] for name in scalars} == scalars
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_with_states(launches, dtype):
+    case = cases.random(300, 2)
+    offsets = packed_offsets(100, 0, 200, dtype=dtype)
+    start = torch.zeros(3, 4, D, D, dtype=torch.bfloat16)[:, :2]
+    final = torch.zeros(3, 2, D, D)
+    fwd(replace(case, A_log=None, dt_bias=None), initial_state=start, final_state=final, cu_seqlens=offsets)
+    (call,) = launches
+    assert (call["cu_ptr"], call["cu_words"], call["seq_len"]) == (offsets.data_ptr(), dtype.itemsize // 4, -1)
+    assert (call["n_items"], call["t_total"]) == (6, 300)
+    assert (call["h0_ptr"], call["h0_stride"], call["in_slots"]) == (start.data_ptr(), 4 * D * D, 3)
+    assert (call["ht_ptr"], call["ht_stride"], call["out_slots"]) == (final.data_ptr(), 2 * D * D, 3)
+    assert (call["a_log_ptr"], call["dt_ptr"]) == (0, 0)
+    assert call["flags"] == flags.HAS_INITIAL | flags.INITIAL_BF16 | flags.HAS_FINAL
+
+
+def test_strided_views_keep_their_strides(launches):
+    case = cases.random(64, 2)
+    fused = torch.zeros(1, 64, 2, 4 * D + 64, dtype=torch.bfloat16)
+    views = {name: fused[..., D * i : D * (i + 1)] for i, name in enumerate("qkvg")}
+    narrow = torch.zeros(1, 64, 41, dtype=torch.bfloat16)
+    wide = torch.zeros(1, 64, 2, 2 * D, dtype=torch.bfloat16)
+    fwd(replace(case, **views, beta=narrow[..., 7:9]), out=wide[..., D:])
+    (call,) = launches
+    row = 4 * D + 64
+    assert call["k_desc"] == (views["k"].data_ptr(), (64, 2, D), (2 * row, row, 1))
+    assert call["out_desc"] == (wide[..., D:].data_ptr(), (64, 2, D), (4 * D, 2 * D, 1))
+    assert (call["beta_ptr"], call["beta_t"], call["beta_h"]) == (narrow[..., 7:9].data_ptr(), 41, 1)
+    assert (call["out_t"], call["out_h"]) == (4 * D, 2 * D)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "kernel", "ctas"),
+    [
+        (66, [40], "forward_split_v", 132),
+        (67, [40], "forward", 67),
+        (96, [40] * 8, "forward", 132),  # short: as many CTAs as SMs
+        (96, [1100] * 2, "forward", 192),  # long: a CTA an item
+    ],
+)
+def test_grid(launches, heads, lengths, kernel, ctas):
+    case = cases.random(1, heads).map(lambda x: x.expand(1, sum(lengths), *x.shape[2:]).contiguous())
+    fwd(case, cu_seqlens=packed_offsets(*lengths))
+    assert (launches[0]["kernel"], launches[0]["grid"]) == (kernel, (ctas, 1, 1))
+
+
+def test_a_kind_of_call_is_remembered_but_not_its_addresses(launches):
+    first, second = cases.random(40, 2, seed=1), cases.random(40, 2, seed=2)
+    for case in (first, second):
+        fwd(case)
+        fwd(case, output_final_state=True)
+    assert [call["q_desc"][0] for call in launches] == [x.q.data_ptr() for x in (first, first, second, second)]
+    assert [bool(call["flags"] & flags.HAS_FINAL) for call in launches] == [False, True, False, True]
+
+
+def test_no_tokens_launch_nothing(launches):
+    start = cases.state(2, 1)
+    final = cases.nan_state(2, 1)
+    fwd(cases.random(0, 1, batch=2), initial_state=start, final_state=final)
+    assert torch.equal(final, start)
+    fwd(cases.random(0, 1, batch=2), final_state=final)
+    assert not final.any()
+    assert not launches
+
+
+def test_segments_carry_indices(launches):
+    case = cases.random(200, 1)
+    start, final = cases.state(1, 1), cases.nan_state(1, 1)
+    arguments = {**vars(case), "out": torch.zeros_like(case.q), "initial_state": start, "final_state": final}
+    flash_kda.fwd_cp(**arguments, segment_len=64, impl="sm90")
+    (call,) = launches
+    assert call["n_items"] == 4
+    assert (call["in_slots"], call["out_slots"]) == (4, 1)
+    assert call["flags"] & flags.HAS_IN_INDEX
+    assert call["flags"] & flags.HAS_OUT_INDEX
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c: replace(c, g=c.g.float()), "g is torch.float32"),
+        (lambda c: replace(c, beta=c.beta.float()), "beta is torch.float32"),
+        (lambda c: replace(c, k=torch.zeros(1, 64, 2, D + 1, dtype=torch.bfloat16)[..., 1:]), "k has strides"),
+        (lambda c: replace(c, v=c.v[:, :1].expand(1, 64, 2, D)), "v has strides"),
+        (lambda c: replace(c, q=torch.zeros(64 * 2 * D + 1, dtype=torch.bfloat16)[1:].view(1, 64, 2, D)), "q starts at"),
+        (lambda c: replace(c, dt_bias=torch.zeros(2, 2 * D)[:, ::2]), "dt_bias has strides"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(launches, change, reason):
+    case = cases.random(64, 2)
+    with pytest.raises(NotImplementedError, match=reason):
+        fwd(change(case))
+    assert not launches
+    out, _ = flash_kda.fwd(**{**vars(change(case)), "out": None})
+    assert flash_kda.last_path() == "reference"
+    assert out.isfinite().all()
