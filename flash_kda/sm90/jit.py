@@ -25,10 +25,9 @@ class ForwardConfig:
     sp: int = 6
     vsplit: int = 1
     lag: int = 1
-    un: int = 0
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, LAG=self.lag, UN=self.un)
+        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, LAG=self.lag)
 
 
 SERIAL = ForwardConfig()
