@@ -1,17 +1,18 @@
-"""Check and time the forward kernel through the JIT: python benchmarks/dev_forward.py [check] [adversarial] [time] cr,pr,np,sp,vsplit,lag ...
+"""Check and time configurations of the forward kernel through Triton's JIT.
+
+    PYTHONPATH=. python benchmarks/dev_forward.py [check] [adversarial] [drift] [random] [time] CR,PR,NP,SP,VSPLIT,LAG,UN ...
 
 Outputs and states are poisoned with NaN first and compared with an fp64 token recurrence; times are CUDA-graph medians.
 """
+
 from __future__ import annotations
 
-import os
+import functools
 import statistics
 import sys
 
 import torch
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from flash_kda.sm90.jit import ForwardConfig, forward_args, launch_forward  # noqa: E402
+from jit import ForwardConfig, forward_args, launch_forward
 
 DEV = "cuda"
 
@@ -22,14 +23,21 @@ def random_inputs(t, h, seed=0, **kw):
     def n(*s):
         return torch.randn(*s, device=DEV, generator=gen)
 
-    x = dict(q=n(t, h, 128).bfloat16(), k=n(t, h, 128).bfloat16(), v=n(t, h, 128).bfloat16(), g=n(t, h, 128).bfloat16(),
-             beta=n(t, h).bfloat16(), a_log=-0.2 * torch.rand(h, device=DEV, generator=gen), dt_bias=n(h, 128))
+    x = {
+        "q": n(t, h, 128).bfloat16(),
+        "k": n(t, h, 128).bfloat16(),
+        "v": n(t, h, 128).bfloat16(),
+        "g": n(t, h, 128).bfloat16(),
+        "beta": n(t, h).bfloat16(),
+        "a_log": -0.2 * torch.rand(h, device=DEV, generator=gen),
+        "dt_bias": n(h, 128),
+    }
     x.update(kw)
     return x
 
 
 @torch.no_grad()
-def reference(x, lens, h0=None, lower_bound=-5.0, scale=128 ** -0.5):
+def reference(x, lens, h0=None, lower_bound=-5.0, scale=128**-0.5):
     """fp64 token recurrence, all (segment, head) items at once; -> out [T,H,128], final state [NS,H,V,K], fp64."""
     t_total, heads, _ = x["v"].shape
     ns, longest = len(lens), max(lens)
@@ -63,7 +71,7 @@ def reference(x, lens, h0=None, lower_bound=-5.0, scale=128 ** -0.5):
 def rel(a, b):
     """Worst relative L2 over heads (dim 1); NaN if anything is not finite."""
     d = ((a.double() - b) ** 2).sum((0, 2)) if a.dim() == 3 else ((a.double() - b) ** 2).sum((0, 2, 3))
-    n = (b ** 2).sum((0, 2)) if a.dim() == 3 else (b ** 2).sum((0, 2, 3))
+    n = (b**2).sum((0, 2)) if a.dim() == 3 else (b**2).sum((0, 2, 3))
     return (d / n.clamp_min(1e-60)).sqrt().max().item()
 
 
@@ -71,7 +79,7 @@ def forward(x, cfg, lens=None, *, ctas=None, out=None, final=None, cu_dtype=torc
     if out is None:
         out = torch.full(x["v"].shape, float("nan"), dtype=torch.bfloat16, device=DEV)
     if lens is not None:
-        cu = torch.tensor([0] + lens, dtype=torch.int64).cumsum(0).to(cu_dtype).to(DEV)
+        cu = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0).to(cu_dtype).to(DEV)
         kw = dict(kw, cu_seqlens=cu)
         n_items = len(lens) * out.shape[1]
     else:
@@ -106,7 +114,7 @@ def check(cfg, say):
     torch.cuda.synchronize()
     say("ragged with states", rel(o, ref) < 6e-3 and rel(s, ref_s) < 6e-3, f"out {rel(o, ref):.3e} state {rel(s, ref_s):.3e}")
     bits = (o.clone(), s.clone())
-    for name, kw in dict(again={}, persistent=dict(ctas=5), int64=dict(cu_dtype=torch.int64)).items():
+    for name, kw in {"again": {}, "persistent": {"ctas": 5}, "int64": {"cu_dtype": torch.int64}}.items():
         s = nan_state(ns, h)
         o = forward(x, cfg, lens, initial_state=h0, final=s, **kw)
         say(f"bitwise {name}", torch.equal(o, bits[0]) and torch.equal(s, bits[1]))
@@ -137,7 +145,10 @@ def check(cfg, say):
     o2 = forward(x, cfg, lens, initial_state=h0z, final=s2)
     good = [i for i in range(ns) if i not in (3, 5)]
     rest = [i for i in range(ns + 5) if i not in index[good].tolist()]
-    say("negative and large indices", torch.equal(o, o2) and torch.equal(s[index[good].long()], s2[good]) and s[rest].isnan().all().item())
+    say(
+        "negative and large indices",
+        torch.equal(o, o2) and torch.equal(s[index[good].long()], s2[good]) and s[rest].isnan().all().item(),
+    )
     hb = h0.bfloat16()
     sb = nan_state(ns, h, torch.bfloat16)
     o = forward(x, cfg, lens, initial_state=hb, final=sb)
@@ -149,15 +160,20 @@ def check(cfg, say):
     bb = torch.full((t + 40, 41), float("nan"), dtype=torch.bfloat16, device=DEV)
     y = dict(x)
     for i, n in enumerate("qkvg"):
-        big[:t, :, 128 * i:128 * i + 128] = x[n]
-        y[n] = big[:, :, 128 * i:128 * i + 128]
-    bb[:t, 7:7 + h] = x["beta"]
-    y["beta"] = bb[:, 7:7 + h]
+        big[:t, :, 128 * i : 128 * i + 128] = x[n]
+        y[n] = big[:, :, 128 * i : 128 * i + 128]
+    bb[:t, 7 : 7 + h] = x["beta"]
+    y["beta"] = bb[:, 7 : 7 + h]
     ob = torch.full((t + 40, h, 256), float("nan"), dtype=torch.bfloat16, device=DEV)
     s = nan_state(ns, h)
     forward(y, cfg, lens, out=ob[:, :, 128:], initial_state=h0, final=s)
-    say("strided, guarded", torch.equal(ob[:t, :, 128:], bits[0]) and torch.equal(s, bits[1]) and ob[t:].isnan().all().item()
-        and ob[:, :, :128].isnan().all().item())
+    say(
+        "strided, guarded",
+        torch.equal(ob[:t, :, 128:], bits[0])
+        and torch.equal(s, bits[1])
+        and ob[t:].isnan().all().item()
+        and ob[:, :, :128].isnan().all().item(),
+    )
     # a NaN sequence leaves its neighbours alone
     bad = 10
     a = sum(lens[:bad])
@@ -168,7 +184,10 @@ def check(cfg, say):
     s = nan_state(ns, h)
     o = forward(y, cfg, lens, initial_state=h0, final=s)
     keep = [i for i in range(ns) if i != bad]
-    say("NaN neighbour", torch.equal(o[:a], bits[0][:a]) and torch.equal(o[b:], bits[0][b:]) and torch.equal(s[keep], bits[1][keep]))
+    say(
+        "NaN neighbour",
+        torch.equal(o[:a], bits[0][:a]) and torch.equal(o[b:], bits[0][b:]) and torch.equal(s[keep], bits[1][keep]),
+    )
     # prefixes
     x40 = random_inputs(40, 4, 7)
     full = forward(x40, cfg, [40])
@@ -178,8 +197,8 @@ def check(cfg, say):
         good &= torch.equal(cut, full[:tt])
         z = {n: v.clone() for n, v in x40.items()}
         for n in ("q", "k", "v", "g", "beta"):
-            z[n][tt - 1:] = 3 * torch.randn_like(z[n][tt - 1:].float()).bfloat16()
-        good &= torch.equal(forward(z, cfg, [40])[:tt - 1], full[:tt - 1])
+            z[n][tt - 1 :] = 3 * torch.randn_like(z[n][tt - 1 :].float()).bfloat16()
+        good &= torch.equal(forward(z, cfg, [40])[: tt - 1], full[: tt - 1])
     say("prefix independence", good)
     # split at multiples of 32
     x5 = random_inputs(1000, 2, 9)
@@ -213,7 +232,9 @@ def adversarial_cases():
     for lb in (-0.1, -1.0, -2.5):
         cases[f"random lb {lb}"] = (random_inputs(1024, 4, 3), lb)
     x = random_inputs(2048, 4, 4)
-    x["dt_bias"] = torch.where(torch.arange(128, device=DEV) % 8 == 0, -9.0, 1.0) * torch.ones(4, 1, device=DEV) + 0 * x["dt_bias"]
+    x["dt_bias"] = (
+        torch.where(torch.arange(128, device=DEV) % 8 == 0, -9.0, 1.0) * torch.ones(4, 1, device=DEV) + 0 * x["dt_bias"]
+    )
     cases["slow eighth"] = (x, -5.0)
     for shift in (-20.0, -12.0, -8.0, 8.0, 20.0):
         x = random_inputs(1024, 4, 5)
@@ -300,7 +321,7 @@ def graph_ms(fn, reps=20):
     return statistics.median(ts)
 
 
-BARS = {    # name: heads, lengths, must, aim, persistent
+BARS = {  # name: heads, lengths, must, aim, persistent
     "H16 8x8192": (16, [8192] * 8, 0.52, 0.40, None),
     "H96 1x8192": (96, [8192], 0.52, 0.34, None),
     "H96 8x1024": (96, [1024] * 8, 0.45, 0.32, None),
@@ -319,15 +340,20 @@ def timing(cfg, only=()):
             continue
         t = sum(lens)
         x = random_inputs(t, h)
-        cu = torch.tensor([0] + lens, dtype=torch.int64).cumsum(0).to(torch.int32).to(DEV)
+        cu = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0).to(torch.int32).to(DEV)
         out = torch.full(x["v"].shape, float("nan"), dtype=torch.bfloat16, device=DEV)
         args = forward_args(**x, out=out, cu_seqlens=cu)
         n_items = len(lens) * h
-        ms = {c: graph_ms(lambda: launch_forward(args, n_items, cfg, c), 10 if t * h > 4e6 else 20)
-              for c in ((None, 132) if n_items > 132 else (None,))}
-        print(f"time {name:12s} must {must} aim {aim} | " + " ".join(f"{'grid' if c is None else c}: {m:.4f} ms" for c, m in ms.items())
-              + f" | cycles/chunk {min(ms.values()) * 1.755e6 * min(132, n_items * cfg.vsplit) / cfg.vsplit / (t * h / 16):.0f}", flush=True)
-        del x, out, args
+        ms = {
+            c: graph_ms(functools.partial(launch_forward, args, n_items, cfg, c), 10 if t * h > 4e6 else 20)
+            for c in ((None, 132) if n_items > 132 else (None,))
+        }
+        print(
+            f"time {name:12s} must {must} aim {aim} | "
+            + " ".join(f"{'grid' if c is None else c}: {m:.4f} ms" for c, m in ms.items())
+            + f" | cycles/chunk {min(ms.values()) * 1.755e6 * min(132, n_items * cfg.vsplit) / cfg.vsplit / (t * h / 16):.0f}",
+            flush=True,
+        )
 
 
 def main():
@@ -347,12 +373,15 @@ def main():
             x = random_inputs(2048, 16)
             ref, _ = reference(x, [2048])
             o = forward(x, cfg, [2048])
-            d = ((o.double() - ref) ** 2).sum((0, 2)) / (ref ** 2).sum((0, 2))
+            d = ((o.double() - ref) ** 2).sum((0, 2)) / (ref**2).sum((0, 2))
             print(f"random: worst head {d.max().sqrt().item():.4e} mean {d.mean().sqrt().item():.4e}", flush=True)
         if "time" in words:
             timing(cfg, only)
         if say.rows:
-            print(f"-- {sum(ok for _, ok in say.rows)}/{len(say.rows)} ok; failed: {[n for n, ok in say.rows if not ok]}", flush=True)
+            print(
+                f"-- {sum(ok for _, ok in say.rows)}/{len(say.rows)} ok; failed: {[n for n, ok in say.rows if not ok]}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

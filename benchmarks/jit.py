@@ -2,6 +2,7 @@
 
 Same arguments in the same order as the cubin; see `launch_forward` for how tensors become arguments.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .kernels import forward as kernel
+from flash_kda.sm90.kernels import forward as kernel
 
 BOX = gl.NVMMASharedLayout(128, 16, 3)
 
@@ -25,9 +26,18 @@ class ForwardConfig:
     sp: int = 6
     vsplit: int = 1
     lag: int = 1
+    un: int = 0
 
     def constexprs(self) -> dict:
-        return dict(CR=self.cr, PR=self.pr, NP=self.np, SP=self.sp, VSPLIT=self.vsplit, LAG=self.lag)
+        return {
+            "CR": self.cr,
+            "PR": self.pr,
+            "NP": self.np,
+            "SP": self.sp,
+            "VSPLIT": self.vsplit,
+            "LAG": self.lag,
+            "UN": self.un,
+        }
 
 
 SERIAL = ForwardConfig()
@@ -39,8 +49,26 @@ def token_descriptor(x: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [32, 1, 64], BOX)
 
 
-def forward_args(q, k, v, g, beta, a_log, dt_bias, out, *, cu_seqlens=None, seq_len=-1, n_segments=None,
-                 initial_state=None, final_state=None, in_index=None, out_index=None, lower_bound=-5.0, scale=None):
+def forward_args(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    a_log,
+    dt_bias,
+    out,
+    *,
+    cu_seqlens=None,
+    seq_len=-1,
+    n_segments=None,
+    initial_state=None,
+    final_state=None,
+    in_index=None,
+    out_index=None,
+    lower_bound=-5.0,
+    scale=None,
+):
     """Arguments of `kda_forward` in order, without the constexprs. States are [slots, H, 128, 128], slot stride free."""
     t_total, heads = v.shape[0], v.shape[1]
     cu_words = 1
@@ -69,12 +97,35 @@ def forward_args(q, k, v, g, beta, a_log, dt_bias, out, *, cu_seqlens=None, seq_
     if dt_bias is not None:
         flags |= kernel.HAS_DT_BIAS.value
     nf = none.view(torch.float32)
-    return (*(token_descriptor(x) for x in (q, k, v, g, out)), beta, out, nf if a_log is None else a_log,
-            nf if dt_bias is None else dt_bias, none if cu_seqlens is None else cu_seqlens, h0, ht,
-            none if in_index is None else in_index, none if out_index is None else out_index,
-            heads, heads // q.shape[1], n_segments * heads, t_total, seq_len, cu_words, flags, in_slots, out_slots,
-            beta.stride(0), beta.stride(1), out.stride(0), out.stride(1), h0_stride, ht_stride,
-            float(lower_bound), float(q.shape[-1] ** -0.5 if scale is None else scale))
+    return (
+        *(token_descriptor(x) for x in (q, k, v, g, out)),
+        beta,
+        out,
+        nf if a_log is None else a_log,
+        nf if dt_bias is None else dt_bias,
+        none if cu_seqlens is None else cu_seqlens,
+        h0,
+        ht,
+        none if in_index is None else in_index,
+        none if out_index is None else out_index,
+        heads,
+        heads // q.shape[1],
+        n_segments * heads,
+        t_total,
+        seq_len,
+        cu_words,
+        flags,
+        in_slots,
+        out_slots,
+        beta.stride(0),
+        beta.stride(1),
+        out.stride(0),
+        out.stride(1),
+        h0_stride,
+        ht_stride,
+        float(lower_bound),
+        float(q.shape[-1] ** -0.5 if scale is None else scale),
+    )
 
 
 def launch_forward(args: tuple, n_items: int, config: ForwardConfig = SERIAL, ctas: int | None = None):
