@@ -11,7 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PLAIN_WIDTH = 200
-"""Nothing is wrapped when the output is not a terminal; the tables themselves are narrower than 80 columns."""
+"""Nothing is wrapped when the output is not a terminal."""
+TABLE_WIDTH = 80
+"""Tables fit into this; a narrower terminal folds their lines itself, which loses nothing."""
 
 
 class UserError(Exception):
@@ -40,7 +42,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
         made.add_column(name, justify="left" if i < left else "right", no_wrap=True)
     for row in rows:
         made.add_row(*row)
-    _console().print(made)
+    console = _console()
+    console.print(made, width=max(console.width, TABLE_WIDTH), soft_wrap=True)
 
 
 @contextmanager

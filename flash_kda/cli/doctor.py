@@ -78,14 +78,18 @@ def main(arguments: Sequence[str]) -> int:
         ("Environment variables", _variables),
         ("Verdict", lambda: [_verdict(found)]),
     )
+    report = []
     for title, section in sections:
         try:
             lines = section()
         except Exception as error:
             lines = [f"could not be found out: {type(error).__name__}: {error}"]
-        print(title)
-        for line in lines:
-            print(f"  {line}".encode("ascii", "backslashreplace").decode())
+        report += [title, *(f"  {line}" for line in lines)]
+    try:
+        print("\n".join(report).encode("ascii", "backslashreplace").decode(), flush=True)
+    except OSError:
+        # Whoever read a pipe has left; nothing more must be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

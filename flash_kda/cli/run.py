@@ -209,7 +209,7 @@ def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float)
     used = certificate.segment < plan.capacity
     chunks, norm, dropped = (x[used].cpu() for x in (certificate.chunks, certificate.norm, certificate.dropped))
     whole = certificate.fallback[used].cpu()
-    heading(f"Backward scan, over the {_count(len(chunks), 'segment')} with a successor; exit at ||M||_F <= {eps:.3g}")
+    heading(f"Backward scan of the {_count(len(chunks), 'segment')} with a successor, until ||M||_F <= {eps:.3g}")
     order = list(range(chunks.shape[1]))
     if len(order) > MAX_ROWS:
         order = sorted(sorted(order, key=lambda h: -chunks[:, h].sum().item())[:MAX_ROWS])
@@ -226,9 +226,11 @@ def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float)
                 shorten(dropped[:, h].max().item()),
             ]
         )
-    table(("head", "chunks replayed min/med/max", "whole segments", "max ||M||_F", "history dropped <="), rows)
-    line("History dropped: bound of the relative error in the state handed on, ||M||_F ||S_c||_F / ||S_out||_F.")
-    line("A segment scanned whole hands its transition matrix M on: nothing is dropped there.")
+    table(("head", "replayed min/med/max", "whole", "max ||M||_F", "dropped <="), rows)
+    line("replayed  trailing chunks that the scan went back over, per segment")
+    line("whole     segments scanned to their start; they hand M on and drop nothing")
+    line("dropped   bound of the relative error of the state handed on after an earlier")
+    line("          stop, ||M||_F ||S_c||_F / ||S_out||_F")
 
 
 def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
@@ -243,7 +245,7 @@ def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
 
 def _print_check(found: Check, heads: int) -> None:
     which = "all heads" if len(found.heads) == heads else f"heads {', '.join(map(str, found.heads))} of {heads}"
-    heading(f"Check (relative L2 error of the worst head; the fp64 oracle saw {found.oracle_tokens} tokens of {which})")
+    heading(f"Check: relative L2 errors, the worst head; the oracle saw {found.oracle_tokens} tokens of {which}")
     if found.problem is not None:
         line(found.problem)
         return
@@ -261,8 +263,9 @@ def _print_check(found: Check, heads: int) -> None:
             ]
         )
     table(("values", "bf16", "serial", "cp", "x bf16", ""), rows)
-    line("bf16: error of the exact values when rounded to bf16, measured here; the unit of 'x bf16'.")
-    line(f"Limit: {LIMIT:g} x bf16. Windows inside a sequence start from the state of serial fwd there.")
+    line("The oracle is the fp64 token recurrence; inside a sequence it starts from serial's state.")
+    line("'vs serial' compares the two over everything, the worst sequence and head.")
+    line(f"bf16: what rounding the exact values to bf16 costs, measured here. Limit: {LIMIT:g} x bf16.")
 
 
 def _milliseconds(seconds: float) -> str:
