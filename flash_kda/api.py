@@ -20,6 +20,7 @@ from . import validation as check
 from .constants import CHUNK, EXIT_EPS, HEAD_DIM
 from .plan import SegmentPlan, plan_segments
 from .reference import stages
+from .sm90 import stages as sm90
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,12 +63,16 @@ class Certificate:
 
 
 def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Runs without autograd and without autocast, which would round the reference's fp32 products to bf16."""
+    """Leaves autocast for the call: it would round the reference's fp32 products to bf16."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        tensor = args[0] if args else None
+        if not isinstance(tensor, Tensor):
+            tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         device = "cpu" if tensor is None else tensor.device.type
+        if device == "meta" or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
@@ -135,12 +140,10 @@ def fwd(
     Does not wait on a CUDA device.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
     )
-    dispatch.choose(impl, q.device)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    with torch.no_grad():
-        _forward(problem, out, initial_state, final_state)
+    _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
     return out, final_state
 
 
@@ -181,7 +184,7 @@ def fwd_cp(
         auto_cp: False is :func:`fwd`.
         segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
         fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
-        eps: the scan of a (segment, head) stops once ``||M||_F <= eps``; 0 never stops early.
+        eps: the scan of a (segment, head) stops once ``||M||_F <= eps``; with 0 only where that is exactly 0 in fp32.
         cu_seqlens_cpu: host copy of ``cu_seqlens``, optional: lets the planner see lengths that are on a GPU.
         certificate: also return a :class:`Certificate`, or None if nothing was cut.
 
@@ -194,30 +197,32 @@ def fwd_cp(
     A NaN or inf does not cross an exit: what precedes a replayed suffix is not seen by later segments.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
     )
     eps = check.check_eps(eps)
-    dispatch.choose(impl, q.device)
+    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    told_how = fixed_plan or segment_len is not None
+    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp and told_how)
     plan = None
-    if auto_cp:
+    # On Hopper the summary still comes from the reference: cut only for those who say how.
+    if auto_cp and (path == "reference" or told_how):
         hint = cu_seqlens_cpu
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
         plan = plan_segments(
-            problem.cu_seqlens,
+            problem.offsets(),
             problem.inputs.tokens,
             problem.inputs.heads,
             segment_len=segment_len,
             fixed_plan=fixed_plan,
             cu_seqlens_cpu=hint,
         )
-    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
     made = None
-    with torch.no_grad():
-        if plan is None or plan.num_slots == 0:
-            _forward(problem, out, initial_state, final_state)
-        else:
-            made = _forward_segments(problem, plan, out, initial_state, final_state, eps, certificate)
+    if plan is None or plan.num_slots == 0:
+        _forward(problem, path, out, initial_state, final_state)
+    else:
+        with torch.no_grad():
+            made = _forward_segments(problem, path, plan, out, initial_state, final_state, eps, certificate)
     return (out, final_state, made) if certificate else (out, final_state)
 
 
@@ -248,7 +253,7 @@ def state_only(
         num_warmup_chunks: int32 or int64 ``[NS, H]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
             instead of measuring.
         calc_mt: also return mt.
-        eps: the measured exit; 0 scans every segment to its start.
+        eps: the measured exit; with 0 only where ``||M||_F`` is exactly 0 in fp32.
         return_info: also return a :class:`SummaryInfo`; its ``fallback`` is what ``correct_initial_states`` takes.
         impl: as in :func:`fwd`.
 
@@ -264,14 +269,11 @@ def state_only(
     problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
-        num_warmup_chunks = check.per_head(
-            "num_warmup_chunks", num_warmup_chunks, problem.num_sequences, problem.inputs.heads, check.OFFSET_DTYPES
-        )
-        check.check_devices({"num_warmup_chunks": num_warmup_chunks}, k.device)
-    dispatch.choose(impl, k.device)
+        num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
+    dispatch.choose(impl, k.device, _no_kernel)
     with torch.no_grad():
         summary = stages.state_summary(
-            problem.inputs, problem.cu_seqlens, max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
+            problem.inputs, problem.offsets(), max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
         )
     info = SummaryInfo(~summary.exited, summary.chunks, summary.norm)
     if calc_mt:
@@ -311,10 +313,10 @@ def get_warmup_chunks(
     """
     problem = check.check_gates(g, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
-    dispatch.choose(impl, g.device)
-    x = problem.inputs
+    dispatch.choose(impl, g.device, _no_kernel)
+    x = problem.inputs.contiguous()
     with torch.no_grad():
-        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.cu_seqlens, max_len=problem.max_len, eps=eps)
+        return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
 
 
 @_in_full_precision
@@ -383,21 +385,57 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
         out.copy_(packed.view(out.shape))
 
 
-def _forward(problem: check.Problem, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
-    packed = _pack(out)
-    stages.forward(
-        problem.inputs,
-        problem.cu_seqlens,
-        packed,
-        max_len=problem.max_len,
-        initial_state=initial_state,
-        final_state=final_state,
-    )
-    _unpack(packed, out)
+def _choose(
+    impl: str | None,
+    problem: check.Problem,
+    out: Tensor,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    certificate: bool = False,
+) -> str:
+    """Who runs the forward stage on these tensors."""
+
+    def refusal() -> str | None:
+        if certificate:
+            return "the kernels measure no certificate"
+        return sm90.refusal(problem.inputs, out, initial_state, final_state, problem.memo)
+
+    return dispatch.choose(impl, out.device, refusal)
+
+
+def _no_kernel() -> str:
+    """Why a stage that only the reference has is not run by kernels."""
+    return "this version has no kernel for it, only for the forward stage"
+
+
+def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
+    if path == "sm90":
+        sm90.forward(
+            problem.inputs,
+            problem.cu_seqlens,
+            out,
+            max_len=problem.max_len,
+            initial_state=initial_state,
+            final_state=final_state,
+            memo=problem.memo,
+        )
+        return
+    with torch.no_grad():
+        packed = _pack(out)
+        stages.forward(
+            problem.inputs,
+            problem.offsets(),
+            packed,
+            max_len=problem.max_len,
+            initial_state=initial_state,
+            final_state=final_state,
+        )
+        _unpack(packed, out)
 
 
 def _forward_segments(
     problem: check.Problem,
+    path: str,
     plan: SegmentPlan,
     out: Tensor,
     initial_state: Tensor | None,
@@ -426,6 +464,19 @@ def _forward_segments(
         table = torch.full((plan.capacity + 1, inputs.heads), -1, dtype=torch.int64, device=device)
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
+    out_index = torch.where(used & last, owner, -1)
+    if path == "sm90":
+        sm90.forward(
+            inputs,
+            plan.cu_seqlens,
+            out,
+            max_len=plan.max_segment_len,
+            initial_state=handed_on,
+            in_index=in_index.int(),
+            final_state=final_state,
+            out_index=out_index.int(),
+        )
+        return None
     packed = _pack(out)
     entering = stages.forward(
         inputs,
@@ -435,7 +486,7 @@ def _forward_segments(
         initial_state=handed_on,
         in_index=in_index,
         final_state=final_state,
-        out_index=torch.where(used & last, owner, -1),
+        out_index=out_index,
         probe=probe,
     )
     _unpack(packed, out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -18,8 +19,13 @@ _local = threading.local()
 _logged: set[str] = set()
 
 
-def choose(impl: str | None, device: torch.device) -> str:
+def choose(impl: str | None, device: torch.device, refusal: Callable[[], str | None] | None = None) -> str:
     """``"reference"`` or ``"sm90"`` for tensors on ``device``.
+
+    Args:
+        impl: what the caller asked for; FLASH_KDA_IMPL if None.
+        device: of the tensors.
+        refusal: tells why the kernels cannot take these tensors, or None; only asked where they could run.
 
     Raises:
         ValueError: no such implementation.
@@ -28,13 +34,20 @@ def choose(impl: str | None, device: torch.device) -> str:
     asked = settings.impl() if impl is None else impl
     if asked not in settings.IMPLS:
         raise ValueError(f"impl must be one of {', '.join(settings.IMPLS)}, got {asked!r}")
-    reason = why_not_sm90(device)
-    if asked == "sm90" and reason is not None:
-        raise NotImplementedError(f"impl='sm90' must run on its own kernels, got {device}: {reason}; use impl='reference'")
-    chosen = "sm90" if asked != "reference" and reason is None else "reference"
-    if asked == "auto" and reason is not None and device.type == "cuda" and reason not in _logged:
-        _logged.add(reason)
-        logger.warning("flash_kda runs the PyTorch reference on %s: %s", device, reason)
+    chosen = "reference"
+    if asked != "reference":
+        reason = why_not_sm90(device)
+        if reason is None and refusal is not None:
+            reason = refusal()
+        if reason is None:
+            chosen = "sm90"
+        elif asked == "sm90":
+            raise NotImplementedError(
+                f"impl='sm90' must be able to run, got tensors on {device}: {reason}; use impl='reference'"
+            )
+        elif device.type == "cuda" and reason not in _logged:
+            _logged.add(reason)
+            logger.warning("flash_kda runs the PyTorch reference on %s: %s", device, reason)
     _local.path = chosen
     return chosen
 
@@ -43,7 +56,9 @@ def why_not_sm90(device: torch.device) -> str | None:
     """The reason why the Hopper kernels cannot run on ``device``, or None."""
     if device.type != "cuda":
         return f"tensors are on {device.type}, the kernels need an NVIDIA Hopper GPU (sm_90)"
-    return "this version ships no GPU kernels"
+    from .sm90 import launch
+
+    return launch.available(device)
 
 
 def last_path() -> str | None:

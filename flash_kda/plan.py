@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .constants import CHUNK, FIXED_SEGMENT_LEN, MIN_SEGMENT_LEN, STEP
+from .validation import check_plan
 
-CPU_PROCESSORS = 16
+CPU_PROCESSORS = 8
 """(segment, head) pairs that the CPU reference gains from advancing together; more only add summaries."""
 
 
@@ -75,8 +76,8 @@ def choose_segment_len(
 ) -> int | None:
     """Segment length in tokens, or None where running every sequence serially is expected to be faster.
 
-    A segment is one processor's fair share of the work, ``T_total * H / processors`` rounded up to a multiple of 32:
-    equal sequences that fill the machine by themselves are then never cut, and one long sequence among short ones is.
+    ``processors // H`` segments of equal length give every processor one (segment, head) and none a second: equal sequences
+    that fill the machine by themselves are then never cut, and one long sequence among short ones is.
 
     Args:
         total_tokens: T_total, tokens of the packed batch.
@@ -88,8 +89,10 @@ def choose_segment_len(
     if fixed_plan:
         segment_len = FIXED_SEGMENT_LEN
     else:
-        share = -(-total_tokens * num_heads // max(num_processors, 1))
-        segment_len = max(-(-share // STEP) * STEP, MIN_SEGMENT_LEN)
+        segments = num_processors // max(num_heads, 1)
+        if segments < 2:
+            return None
+        segment_len = max(-(-total_tokens // (segments * STEP)) * STEP, MIN_SEGMENT_LEN)
     longest = total_tokens if lengths is None else max(lengths, default=0)
     return segment_len if longest > segment_len else None
 
@@ -123,16 +126,10 @@ def plan_segments(
         SegmentPlan with fresh tensors on the device of ``cu_seqlens``.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError, TypeError: an argument breaks the contract.
     """
-    for name, value in (("total_tokens", total_tokens), ("num_heads", num_heads)):
-        if value < 0:
-            raise ValueError(f"{name} must be >= 0, got {value}")
-    if segment_len is not None and fixed_plan:
-        raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
-    if segment_len is not None and (segment_len <= 0 or segment_len % CHUNK):
-        raise ValueError(f"segment_len must be a positive multiple of {CHUNK}, got {segment_len}")
-    lengths = _host_lengths(cu_seqlens, cu_seqlens_cpu)
+    offsets = check_plan(cu_seqlens, total_tokens, num_heads, segment_len, num_processors, fixed_plan, cu_seqlens_cpu)
+    lengths = None if offsets is None else [end - start for start, end in itertools.pairwise(offsets)]
     if segment_len is None:
         processors = processor_count(cu_seqlens.device) if num_processors is None else num_processors
         segment_len = choose_segment_len(total_tokens, num_heads, processors, fixed_plan=fixed_plan, lengths=lengths)
@@ -141,10 +138,13 @@ def plan_segments(
     num_sequences = cu_seqlens.numel() - 1
     device = cu_seqlens.device
 
-    lens = cu_seqlens.diff()
-    segments = ((lens + (segment_len - 1)) // segment_len).clamp(min=1).to(torch.int32)
+    # Beyond T_total a longer segment changes nothing, and must not overflow int32 offsets.
+    step = min(segment_len, max(-(-total_tokens // CHUNK) * CHUNK, CHUNK))
+    segments = ((cu_seqlens.diff() + (step - 1)) // step).clamp(min=1).to(torch.int32)
     seq_map = torch.cat([segments.new_zeros(1), segments.cumsum(0, dtype=torch.int32)])
     longest = total_tokens if lengths is None else max(lengths, default=0)
+    if num_sequences == 0:
+        longest = 0
     num_slots = 0 if longest <= segment_len else max(total_tokens - 1, 0) // segment_len
     capacity = num_sequences + num_slots
 
@@ -155,7 +155,7 @@ def plan_segments(
     if num_sequences == 0:
         boundaries = cu_seqlens.clone()
     else:
-        offset = (segment - seq_map[sequence]).to(cu_seqlens.dtype) * segment_len
+        offset = (segment - seq_map[sequence]).to(cu_seqlens.dtype) * step
         boundaries = torch.where(used, cu_seqlens[sequence] + offset, cu_seqlens[-1])
     return SegmentPlan(
         cu_seqlens=boundaries,
@@ -172,14 +172,3 @@ def processor_count(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return CPU_PROCESSORS
-
-
-def _host_lengths(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> list[int] | None:
-    if cu_seqlens_cpu is None:
-        if cu_seqlens.device.type != "cpu":
-            return None
-        cu_seqlens_cpu = cu_seqlens
-    offsets = cu_seqlens_cpu.tolist() if isinstance(cu_seqlens_cpu, Tensor) else list(cu_seqlens_cpu)
-    if len(offsets) != cu_seqlens.numel():
-        raise ValueError(f"cu_seqlens_cpu must have the {cu_seqlens.numel()} offsets of cu_seqlens, got {len(offsets)} offsets")
-    return [end - start for start, end in itertools.pairwise(offsets)]

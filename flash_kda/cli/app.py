@@ -95,7 +95,7 @@ def run(
         int | None, typer.Option(help="Tokens per segment, a multiple of 16.", show_default="chosen by the planner")
     ] = None,
     eps: Annotated[
-        float | None, typer.Option(help="The scan of a segment stops once ||M||_F <= eps; 0 never stops.", show_default="2^-20")
+        float | None, typer.Option(help="The scan of a segment stops once ||M||_F <= eps.", show_default="2^-20")
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
     impl: Annotated[Impl | None, typer.Option(help="Who computes.", show_default="FLASH_KDA_IMPL, else auto")] = None,
@@ -136,9 +136,7 @@ def inspect(
     ] = None,
     lower_bound: LowerBound = -5.0,
     cu_seqlens: Offsets = None,
-    heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of the synthetic input.", show_default="16; 4 for real, as recorded")
-    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the synthetic input.", show_default="4")] = None,
     chunks: Annotated[
         int, typer.Option(min=1, help="Walk back at most this many chunks of 16 tokens from the end of the longest sequence.")
     ] = 256,

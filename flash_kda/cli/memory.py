@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import api
 from ..constants import CHUNK
 from ..reference import Inputs, state_summary
-from ..reference.gate import gate_slope, log_decay
+from ..reference.gate import log_decay
 from ..samples import Sample
 from . import recipe
 
@@ -100,8 +100,9 @@ def batches(count: int, heads: int) -> Iterator[list[int]]:
 
 def _mean_log_decay(inputs: Inputs, head: int) -> Tensor:
     """``[K]``; fp64, as a channel that hardly decays would drown in a sum of fp32."""
-    slope = gate_slope(inputs.A_log[head].double(), torch.float64)
-    return log_decay(inputs.g[:, head].double(), slope, inputs.dt_bias[head].double(), inputs.lower_bound).mean(0)
+    A_log = None if inputs.A_log is None else inputs.A_log[head].double()
+    bias = None if inputs.dt_bias is None else inputs.dt_bias[head].double()
+    return log_decay(inputs.g[:, head].double(), A_log, bias, inputs.lower_bound).mean(0)
 
 
 def _first(found: Tensor) -> int | None:

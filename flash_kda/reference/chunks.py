@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..constants import CHUNK, L2_EPS
-from .gate import gate_slope, log_decay, sigmoid
-from .inputs import Inputs
+from ..host import readable
+from ..inputs import Inputs
+from .gate import log_decay, sigmoid
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def window(items: Items, first: Tensor | int, count: int, step: int, inputs: Inp
     end = items.end.clamp(max=inputs.tokens)
     valid = (chunk >= 0)[:, :, None] & (token < end[:, None, None])
     rows = torch.where(valid, token * inputs.heads + items.head[:, None, None], 0)
-    return Window(rows, valid, items.head, full=device.type == "cpu" and bool(valid.all()))
+    return Window(rows, valid, items.head, full=readable(valid) and bool(valid.all()))
 
 
 def gather(x: Tensor, win: Window, dtype: torch.dtype) -> Tensor:
@@ -154,8 +155,8 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
         k, v, g, beta = (torch.where(x.isfinite(), x, 0) for x in (k, v, g, beta))
         q = None if q is None else torch.where(q.isfinite(), q, 0)
 
-    slope = gate_slope(inputs.A_log, dtype)[win.head][:, None, None, None]
-    bias = inputs.dt_bias.to(dtype)[win.head][:, None, None, :]
+    slope = None if inputs.A_log is None else inputs.A_log[win.head][:, None, None]
+    bias = None if inputs.dt_bias is None else inputs.dt_bias[win.head][:, None, None, :]
     log_alpha = log_decay(g, slope, bias, inputs.lower_bound)
     strength = sigmoid(beta)
     if not win.full:
@@ -163,11 +164,12 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
         strength = torch.where(win.valid, strength, 0)
 
     shape = (k.shape[0] * k.shape[1], CHUNK, -1)
-    decay = log_alpha.cumsum(-2).exp()
+    G = log_alpha.cumsum(-2)
+    decay = G.exp()
     gamma = decay[..., -1, :]
     k = k * _inverse_norm(k)
     kd = (k * decay).view(shape)
-    ki = k / decay
+    ki = k * (-G).exp()  # not k / decay: the derivative of a quotient is beyond fp32 where the decay is strong
     kg = ki * gamma[..., None, :]
     ki_t = ki.view(shape).mT
     # Write strengths scale rows and columns of 16x16 matrices, which is cheaper than scaling k and v.

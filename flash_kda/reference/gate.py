@@ -16,18 +16,19 @@ def sigmoid(x: Tensor, slope: Tensor | float = 1.0) -> Tensor:
     return ((x * -slope).clamp(max=80.0).exp() + 1.0).reciprocal()
 
 
-def log_decay(g: Tensor, slope: Tensor, bias: Tensor, lower_bound: float) -> Tensor:
-    """Natural log of alpha: ``lower_bound * sigmoid(slope * (g + bias))``, in [lower_bound, 0].
+def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
+    """Natural log of alpha: ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, in [lower_bound, 0].
 
     Args:
         g: gate before activation, ``[..., K]``, already in the working dtype.
-        slope: ``gate_slope(A_log)``, broadcastable to g.
-        bias: dt_bias, broadcastable to g.
+        A_log: ``[...]``, broadcastable to g without its last axis, or None for 0. A slope beyond the largest finite number
+            saturates the gate and never makes inf * 0.
+        dt_bias: broadcastable to g, or None for 0.
         lower_bound: lower end of the range.
     """
-    return sigmoid(g + bias, slope) * lower_bound
-
-
-def gate_slope(A_log: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(A_log)``, at most the largest finite number: a huge slope saturates the gate and never makes inf * 0."""
-    return A_log.to(dtype).exp().clamp(max=torch.finfo(dtype).max)
+    if dt_bias is not None:
+        g = g + dt_bias.to(g.dtype)
+    slope: Tensor | float = 1.0
+    if A_log is not None:
+        slope = A_log.to(g.dtype).exp().clamp(max=torch.finfo(g.dtype).max)[..., None]
+    return sigmoid(g, slope) * lower_bound

@@ -22,8 +22,8 @@ def recurrent_kda(
     g: Tensor,
     beta: Tensor,
     scale: float,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     lower_bound: float,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -45,8 +45,8 @@ def recurrent_kda(
         v: ``[B, T, H, V]``.
         beta: ``[B, T, H]`` logits.
         scale: factor of the outputs.
-        A_log: ``[H]``.
-        dt_bias: ``[H, K]``.
+        A_log: ``[H]``, or None for 0.
+        dt_bias: ``[H, K]``, or None for 0.
         lower_bound: lower end of the log decay.
         initial_state: ``[N, H, V, K]`` or None for zeros; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]`` offsets of sequences packed into one batch row; its contents are read on the host.
@@ -65,8 +65,10 @@ def recurrent_kda(
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     q = q * (q.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() * scale
     k = k * (k.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
-    slope = A_log.to(dtype).exp().clamp(max=torch.finfo(dtype).max)
-    alpha = (lower_bound * torch.sigmoid(slope[:, None] * (g + dt_bias.to(dtype)))).exp()
+    gate = g if dt_bias is None else g + dt_bias.to(dtype)
+    if A_log is not None:
+        gate = gate * A_log.to(dtype).exp().clamp(max=torch.finfo(dtype).max)[:, None]
+    alpha = (lower_bound * torch.sigmoid(gate)).exp()
     strength = torch.sigmoid(beta)
 
     outputs = []

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..constants import CHUNK, EXIT_EPS
+from ..host import readable
+from ..inputs import Inputs
 from .chunks import Factors, Items, Window, prepare, window
-from .gate import gate_slope, log_decay
-from .inputs import Inputs
+from .gate import log_decay
 
 CPU_WINDOW = 256
 """(item, chunk) pairs prepared at once on a CPU: 2 MiB a factor, measured fastest among 128 .. 1024."""
@@ -195,7 +196,7 @@ def chain(
         ``[M, H, V, K]``; rows that no sequence owns are 0.
     """
     rows = ht.shape[0]
-    on_host = ht.device.type == "cpu"
+    on_host = readable(ht)
     first, count = slot_map[:-1].long(), slot_map.diff().long()
     states = ht.new_zeros(rows + 1, *ht.shape[1:])
     if on_host:
@@ -220,7 +221,7 @@ def chain(
 
 
 def warmup_bound(
-    g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float, cu_seqlens: Tensor, *, max_len: int, eps: float
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float, cu_seqlens: Tensor, *, max_len: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Trailing chunks after which the sound a-priori bound of ``||M||_F`` is at most eps.
 
@@ -242,11 +243,10 @@ def warmup_bound(
     tokens, heads, k_dim = g.shape
     dtype = torch.promote_types(g.dtype, torch.float32)
     segments = cu_seqlens.numel() - 1
-    slope = gate_slope(A_log, dtype)[:, None]
     slowest = torch.cat(
         [
-            log_decay(part.to(dtype), slope, dt_bias.to(dtype), lower_bound).amax(-1)
-            for part in g.split(max(1, CPU_WINDOW * CHUNK // max(heads, 1)))
+            log_decay(part.to(dtype), A_log, dt_bias, lower_bound).amax(-1)
+            for part in torch.split(g, max(1, CPU_WINDOW * CHUNK // max(heads, 1)))
         ]
         or [g.new_zeros(0, heads, dtype=dtype)]
     )
@@ -257,8 +257,9 @@ def warmup_bound(
     num = chunks[:, None].repeat(1, heads)
     fallback = torch.ones(segments, heads, dtype=torch.bool, device=g.device)
     padded = torch.cat([slowest, slowest.new_zeros(1, heads)])
-    bound = max_len if g.device.type != "cpu" else int((end - start).max()) if segments else 0
-    for j in range(-(-bound // CHUNK)):
+    if readable(g):
+        max_len = int((end - start).max()) if segments else 0
+    for j in range(-(-max_len // CHUNK)):
         chunk = chunks - 1 - j
         token = start[:, None] + CHUNK * chunk[:, None] + torch.arange(CHUNK, device=g.device)
         valid = (chunk >= 0)[:, None] & (token < end.clamp(max=tokens)[:, None])
@@ -266,7 +267,7 @@ def warmup_bound(
         met = fallback & (total <= target) & (chunk >= 0)[:, None]
         num = torch.where(met, j + 1, num)
         fallback = fallback & ~met
-        if g.device.type == "cpu" and not bool((fallback & (chunk > 0)[:, None]).any()):
+        if readable(g) and not bool((fallback & (chunk > 0)[:, None]).any()):
             break
     return num.to(torch.int32), fallback
 
@@ -286,7 +287,7 @@ class _Scan:
         self.alive = self.wanted > 0
         self.place = torch.arange(len(items), device=device)
         self.parked: list[tuple[Tensor, ...]] = []
-        self.readable = device.type == "cpu"
+        self.readable = readable(items.start)
 
     def replay(self, factors: Factors, start: int) -> None:
         """Chunks ``start, start + 1, ...`` counted from the end."""
@@ -303,8 +304,8 @@ class _Scan:
             self.mt = torch.baddbmm(self.mt * gamma[:, None, :], p, w, alpha=-1)
             if poison is not None:
                 # M is lost if a key, gate or strength is not finite, that is if every column of the state is.
-                self.ht = self.ht + poison[:, None, :]
-                self.mt = self.mt + torch.where(poison.isnan().all(-1), poison[:, 0], 0)[:, None, None]
+                self.ht = _poisoned(self.ht, poison[:, None, :])
+                self.mt = torch.where(poison.isnan().all(-1)[:, None, None], torch.nan, self.mt)
             norm = torch.linalg.vector_norm(self.mt, dim=(1, 2))
             self.norm = torch.where(self.alive, norm, self.norm)
             self.chunks = torch.where(self.alive, start + j + 1, self.chunks)
@@ -348,7 +349,7 @@ def _advance(state: Tensor, factors: Factors, with_norms: bool) -> tuple[Tensor,
         write = factors.u[:, j] - both[:, :CHUNK]
         state = torch.baddbmm(state * factors.gamma[:, j, :, None], factors.kg[:, j].mT, write)
         if factors.state_poison is not None:
-            state = state + factors.state_poison[:, j, None, :]
+            state = _poisoned(state, factors.state_poison[:, j, None, :])
         reads.append(both[:, CHUNK:])
         writes.append(write)
     written = torch.stack(writes, 1).view(items * n, CHUNK, v_dim)
@@ -356,8 +357,13 @@ def _advance(state: Tensor, factors: Factors, with_norms: bool) -> tuple[Tensor,
         items, n, CHUNK, v_dim
     )
     if factors.out_poison is not None:
-        o = o + factors.out_poison
+        o = _poisoned(o, factors.out_poison)
     return state, o, torch.stack(norms, 1) if with_norms else None
+
+
+def _poisoned(x: Tensor, poison: Tensor) -> Tensor:
+    """NaN where ``poison`` is. By selection: adding its zeros would turn a -0 of a healthy sequence into 0."""
+    return torch.where(poison.isnan(), poison, x)
 
 
 def _working_dtype(inputs: Inputs) -> torch.dtype:
@@ -366,7 +372,7 @@ def _working_dtype(inputs: Inputs) -> torch.dtype:
 
 def _host_says_finite(inputs: Inputs) -> bool:
     """True if the host may look and saw neither NaN nor inf."""
-    if inputs.k.device.type != "cpu":
+    if not readable(inputs.k):
         return False
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta) if x is not None and x.numel()]
     return all(math.isfinite(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
@@ -386,12 +392,12 @@ def _groups(cu_seqlens: Tensor, heads: int, segments: Tensor | None = None) -> I
         start, end = padded[at], padded[at + 1]
     count = start.numel()
     segment = torch.arange(count, device=device)
-    if device.type == "cpu":
+    if readable(cu_seqlens):
         segment = (end - start).argsort(descending=True, stable=True)
     segment = segment.repeat_interleave(heads, output_size=count * heads)
     head = torch.arange(heads, device=device).repeat(count)
     items = Items(segment, head, start[segment], end[segment])
-    size = CPU_GROUP if device.type == "cpu" else DEVICE_GROUP
+    size = CPU_GROUP if readable(cu_seqlens) else DEVICE_GROUP
     for first in range(0, len(items), size):
         yield items[first : first + size]
 
@@ -401,7 +407,7 @@ def _steps(items: Items, max_len: int, *, grow: bool = False) -> Iterator[tuple[
 
     With ``grow`` the first windows are short, for scans that usually stop early.
     """
-    cpu = items.start.device.type == "cpu"
+    cpu = readable(items.start)
     lengths = items.chunks.tolist() if cpu else []
     total = (lengths[0] if lengths else 0) if cpu else -(-max_len // CHUNK)
     active = len(items)
@@ -436,7 +442,7 @@ class _OutputRows:
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
-        self.direct = out.device.type == "cpu" and out.is_contiguous()
+        self.direct = readable(out) and out.is_contiguous()
         self.flat = out.view(-1, out.shape[-1]) if self.direct else self._buffer(out)
 
     @staticmethod
@@ -446,7 +452,7 @@ class _OutputRows:
     def write(self, win: Window, o: Tensor) -> None:
         """o ``[I, n, C, V]`` to the window's rows."""
         rows, values = win.rows.flatten(), o.flatten(0, 2).to(self.flat.dtype)
-        if rows.device.type != "cpu":
+        if not readable(rows):
             rows = torch.where(win.valid.flatten(), rows, self.flat.shape[0] - 1)
         elif not win.full:
             valid = win.valid.flatten()
@@ -469,7 +475,7 @@ class _StateRows:
         self.out_index = None if out_index is None else out_index.long()
         self.spare: Tensor | None = None
         self.named: Tensor | None = None
-        if self.out_index is not None and final_state.device.type != "cpu":
+        if self.out_index is not None and not readable(final_state):
             # Which segments store nothing is not known on the host: they store to one row more.
             rows = final_state.shape[0]
             self.spare = final_state.new_zeros(rows + 1, *final_state.shape[1:])

@@ -11,14 +11,16 @@ from torch import Tensor
 class Inputs:
     """Packed inputs of one call; sequences follow each other on the token axis.
 
+    Token tensors may also carry a batch axis in front, whose rows then follow each other.
+
     Attributes:
         q: ``[T, H, K]`` queries, or None for the stages that need no outputs.
         k: ``[T, H, K]`` keys; q and k are l2-normalised inside.
         v: ``[T, H, V]`` values.
         g: ``[T, H, K]`` gate before activation.
         beta: ``[T, H]`` logits of the write strength.
-        A_log: ``[H]`` fp32, log of the gate's slope.
-        dt_bias: ``[H, K]`` fp32, added to g.
+        A_log: ``[H]`` fp32, log of the gate's slope; None for 0.
+        dt_bias: ``[H, K]`` fp32, added to g; None for 0.
         lower_bound: log decay of a token is in [lower_bound, 0].
         scale: multiplies the outputs, usually K^-0.5.
     """
@@ -28,21 +30,25 @@ class Inputs:
     v: Tensor
     g: Tensor
     beta: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     lower_bound: float
     scale: float = 1.0
 
     @property
     def tokens(self) -> int:
-        return self.k.shape[0]
+        return self.k.shape[:-2].numel()
 
     @property
     def heads(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[-2]
 
     def contiguous(self, *, with_q: bool = True) -> Inputs:
-        """The same values in contiguous tensors, copied only where they are not; without q if not wanted."""
-        q = None if self.q is None or not with_q else self.q.contiguous()
-        k, v, g, beta = (x.contiguous() for x in (self.k, self.v, self.g, self.beta))
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta)
+        """The same values in contiguous tensors without batch axis, copied only where needed; without q if not wanted."""
+
+        def packed(x: Tensor, rank: int) -> Tensor:
+            return (x if x.dim() == rank else x.flatten(0, 1)).contiguous()
+
+        q = None if self.q is None or not with_q else packed(self.q, 3)
+        k, v, g = (packed(x, 3) for x in (self.k, self.v, self.g))
+        return replace(self, q=q, k=k, v=v, g=g, beta=packed(self.beta, 2))

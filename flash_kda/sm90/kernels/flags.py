@@ -1,0 +1,10 @@
+"""Bits of the forward kernel's ``flags`` argument; plain numbers, shared by the kernel and its launcher."""
+
+HAS_INITIAL = 1
+INITIAL_BF16 = 2
+HAS_IN_INDEX = 4
+HAS_FINAL = 8
+FINAL_BF16 = 16
+HAS_OUT_INDEX = 32
+HAS_A_LOG = 64
+HAS_DT_BIAS = 128

@@ -1,0 +1,121 @@
+"""Every kernel variant that ships: which function, which argument types, which constants, which limits.
+
+This is the one list that the build compiles, the launcher accepts and the tests hold to its limits. Importing it costs
+nothing (no torch, no triton), so that the build can read it where there is no torch and the launcher where there is no
+triton.
+
+To add a kernel, append a `Variant` to `VARIANTS`. Argument types are Triton's signature strings; a placeholder in
+braces is filled at build time from the variant's constexprs or, failing that, from the kernel module's constants, so
+that a layout or block shape is written once, in the kernel: `tensordesc<bf16[{ROWS},1,{LANES}],{TILE_LAYOUT!r}>`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TRITON_VERSION = "3.6.0"
+"""The compiler that makes the cubins. pyproject.toml repeats it in `build-system.requires`; a test compares them."""
+
+ARCH = "sm_90a"
+"""The only architecture compiled for: Hopper with its wgmma and setmaxnreg, hence no forward compatibility."""
+
+CAPABILITY = (9, 0)
+"""Compute capability of the devices that can run `ARCH`."""
+
+HARMLESS_WARNINGS = ("C7517",)
+"""ptxas says C7517 when it puts a wgmma wait before a read that would have needed one anyway; measured: no cost."""
+
+
+CUBINS = Path(__file__).resolve().parent / "cubins"
+"""Where the cubins and the manifest of this tree or installation lie."""
+
+MANIFEST = "manifest.json"
+"""The file beside the cubins that says what they are and how to launch them."""
+
+SCHEMA = 1
+"""Version of the manifest's layout; the launcher refuses another."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ptxas may report for a variant before a test fails.
+
+    Attributes:
+        registers: most registers a thread at launch (with warp specialisation: before setmaxnreg moves them).
+        spill_bytes: most bytes of spill stores plus spill loads, summed over the kernel and the functions it calls.
+        warnings: ptxas codes C7510-C7519 that may appear; the others mean serialised wgmma or a dropped setmaxnreg.
+    """
+
+    registers: int
+    spill_bytes: int = 0
+    warnings: tuple[str, ...] = HARMLESS_WARNINGS
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cubin: a kernel function with its argument types and constants fixed.
+
+    Attributes:
+        name: unique; the cubin's file stem and what the launcher is asked for.
+        module: dotted name of the kernel's module, e.g. "flash_kda.sm90.kernels.forward".
+        function: name of the `gluon.jit` function in it.
+        signature: argument name -> Triton type, in the function's order without its constexprs; descriptors first.
+        constexprs: constexpr argument name -> value.
+        limits: what ptxas may report.
+        num_warps: warps of the default partition (warp specialisation adds the others).
+        aligned: arguments promised to be multiples of 16 (pointers: 16-byte aligned), for wide loads and stores; the
+            launcher checks the promise at each launch.
+    """
+
+    name: str
+    module: str
+    function: str
+    signature: Mapping[str, str]
+    limits: Limits
+    constexprs: Mapping[str, int | float | bool | str] = field(default_factory=dict)
+    num_warps: int = 4
+    aligned: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        """SHA-256 over everything above that shapes the code (limits do not)."""
+        spec = dataclasses.asdict(self)
+        del spec["limits"]
+        spec["signature"] = list(self.signature.items())  # the order is part of the launch ABI
+        return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+
+
+_FORWARD: dict[str, str] = {
+    **dict.fromkeys(("q_desc", "k_desc", "v_desc", "g_desc", "out_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
+    **{"beta_ptr": "*bf16", "out_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "cu_ptr": "*i32"},
+    **{"h0_ptr": "*fp32", "ht_ptr": "*fp32", "in_index_ptr": "*i32", "out_index_ptr": "*i32"},
+    **dict.fromkeys(
+        ("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots", "out_slots"), "i32"
+    ),
+    **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
+    **{"lower_bound": "fp32", "scale": "fp32"},
+}
+
+
+def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.forward",
+        function="kda_forward",
+        signature=_FORWARD,
+        limits=Limits(registers=128),
+        constexprs=constexprs,
+        num_warps=num_warps,
+        aligned=("h0_ptr", "ht_ptr"),
+    )
+
+
+VARIANTS: tuple[Variant, ...] = (
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, UN=0),
+    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, UN=0),
+)
+"""The variants that ship: one CTA an item, and two CTAs an item with half of V each."""
