@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .streams import silence_stdout
+
 PLAIN_WIDTH = 200
 """Nothing is wrapped when the output is not a terminal."""
 TABLE_WIDTH = 80
@@ -25,14 +27,28 @@ def _console() -> Console:
     return Console(width=None if terminal else PLAIN_WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=not terminal)
 
 
+@contextmanager
+def _written() -> Iterator[None]:
+    """A full disk under stdout is the user's to mend; rich leaves by itself when the reader of a pipe does."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence_stdout()
+        raise UserError(f"standard output must be writable, got: {error.strerror or error}") from None
+
+
 def line(text: str = "") -> None:
-    _console().print(text)
+    with _written():
+        _console().print(text)
 
 
 def heading(text: str) -> None:
     console = _console()
-    console.print()
-    console.print(text, style="bold")
+    with _written():
+        console.print()
+        console.print(text, style="bold")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
@@ -43,7 +59,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
     for row in rows:
         made.add_row(*row)
     console = _console()
-    console.print(made, width=max(console.width, TABLE_WIDTH), soft_wrap=True)
+    with _written():
+        console.print(made, width=max(console.width, TABLE_WIDTH), soft_wrap=True)
 
 
 @contextmanager
