@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,20 @@ from safetensors.torch import load_file, save_file
 
 import flash_kda
 from flash_kda import api, cli, samples
-from flash_kda.cli import memory, recipe
+from flash_kda.cli import files, memory, recipe
+from flash_kda.cli.console import UserError
 
 ROOT = Path(flash_kda.__file__).parents[1]
 SMALL = ("run", "--tokens", "608", "--segment-len", "256")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The inputs are too small to share, and threads that wait for each other on a busy machine take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -48,6 +59,14 @@ def child(*arguments: str, path: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, "-m", "flash_kda", *arguments], capture_output=True, text=True, env=env, timeout=120)
 
 
+def shell(script: str, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs ``script`` with ``$*`` in it replaced by the command; the last line of stderr is its status."""
+    called = shlex.join([sys.executable, "-m", "flash_kda", *arguments])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (path, ROOT) if p is not None)}
+    script = script.replace("$*", f"({called}; echo status $? >&2)")
+    return subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=env, timeout=120)
+
+
 def broken_module(folder: Path, name: str) -> None:
     (folder / f"{name}.py").write_text('raise ImportError("broken on purpose")\n')
 
@@ -59,12 +78,13 @@ def test_run_packaged(command):
     status, out, _ = command(*SMALL)
     assert status == 0
     assert "3 segments" in out
+    assert "Backward scan of the 2 segments" in out
     assert "around the cut at 256" in out
     assert "around the cut at 512" in out
     assert out.rstrip().endswith("CHECK PASSED")
     assert out.isascii()
     assert max(map(len, out.splitlines())) <= 110
-    table = out[out.index("values ") :].split("bf16:")[0].splitlines()
+    table = out[out.index("values ") :].split("The oracle")[0].splitlines()
     assert max(map(len, table)) <= 80
 
 
@@ -131,6 +151,28 @@ def test_wrong_result_fails_the_check(command, monkeypatch, tmp_path, lost):
     assert not list(tmp_path.iterdir())
 
 
+def test_lost_state_of_one_short_sequence_fails_the_check(command, monkeypatch, tmp_path):
+    """No window lies there, and the norm over all sequences would hide it."""
+    lengths = [300, 80, 70, 60, 50, 2]
+    x = samples.make("none", sum(lengths), 2)
+    file = tmp_path / "in.safetensors"
+    tensors = {name: getattr(x, name) for name in (*samples.TOKEN_TENSORS, *samples.PARAMETERS)}
+    tensors["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    save_file(tensors, file)
+    assert command("run", file, "--segment-len", 64)[0] == 0
+    right = api.fwd_cp
+
+    def wrong(*args, **kwargs):
+        returned = right(*args, **kwargs)
+        returned[1][-1, 1] *= 1.02
+        return returned
+
+    monkeypatch.setattr(api, "fwd_cp", wrong)
+    status, out, _ = command("run", file, "--segment-len", 64)
+    assert status == 1
+    assert [x.split("  ")[0] for x in out.splitlines() if x.endswith("FAIL")] == ["all final states vs serial"]
+
+
 def test_both_wrong_in_the_same_way_fails_the_check(command, monkeypatch):
     """Comparing the two with each other would not see it: the oracle must."""
     for name in ("fwd", "fwd_cp"):
@@ -160,6 +202,7 @@ BAD = {
         lambda x: {k: v[:, :0] if k in samples.TOKEN_TENSORS else v for k, v in x.items()},
         ("q must hold at least one token",),
     ),
+    "offsets of nothing": (lambda x: {**x, "cu_seqlens": torch.tensor([0, 0])}, ("cu_seqlens must cover at least one token",)),
     "offsets too long": (lambda x: {**x, "cu_seqlens": torch.tensor([0, 400])}, ("cu_seqlens must end", "400")),
 }
 
@@ -205,6 +248,11 @@ def test_bad_files(command, tmp_path, tensors, content, said):
     ("options", "said"),
     [
         (("--cu-seqlens", "0,a"), "cu_seqlens must be whole numbers"),
+        (("--cu-seqlens", "0,1_0,200"), "cu_seqlens must be whole numbers"),
+        (("--cu-seqlens", "0,+10"), "cu_seqlens must be whole numbers"),
+        (("--cu-seqlens", "0," + "9" * 30), "cu_seqlens must be whole numbers"),
+        (("--cu-seqlens", "0"), "cu_seqlens must cover at least one token, got [0]"),
+        (("--cu-seqlens", "0,0"), "cu_seqlens must cover at least one token, got [0, 0]"),
         (("--cu-seqlens", "0,700"), "cu_seqlens must end at or before the 608 tokens"),
         (("--lower-bound", "-6"), "lower_bound must be in [-5, 0], got -6.0"),
         (("--scale", "nan"), "scale must be finite"),
@@ -220,6 +268,30 @@ def test_bad_options(command, options, said):
     assert said in err
 
 
+def test_too_long_for_memory_is_no_traceback(command, monkeypatch):
+    def repeat(self, tokens):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 102400000000 bytes.")
+
+    monkeypatch.setattr(samples.Sample, "repeat", repeat)
+    status, _, err = command("run", "--tokens", 100_000_000)
+    assert status == 2
+    assert err.startswith("error: the work must fit into memory")
+
+
+def test_many_heads_and_nothing_to_cut(command, tmp_path):
+    x = samples.make("random", 96, 20, lower_bound=-0.5)
+    file = tmp_path / "in.safetensors"
+    save_file({name: getattr(x, name) for name in (*samples.TOKEN_TENSORS, *samples.PARAMETERS)}, file)
+    status, out, _ = command("run", file, "--lower-bound", "-0.5")
+    assert status == 0
+    assert "Nothing was cut: no sequence is longer than 256 tokens" in out
+    assert "this checked the serial forward, and no boundary between segments" in out
+    assert "of heads 0, 5, 10, 15 of 20" in out
+    status, out, _ = command("run", file, "--lower-bound", "-0.5", "--segment-len", 32)
+    assert status == 0
+    assert "(the 16 of 20 heads that replay most)" in out
+
+
 def test_output_must_not_be_the_input(command, tmp_path, tensors):
     file = tmp_path / "in.safetensors"
     save_file(tensors, file)
@@ -231,7 +303,133 @@ def test_output_must_not_be_the_input(command, tmp_path, tensors):
     assert file.read_bytes() == before
 
 
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails where the activations are looked at: the error was not found before the work."""
+    monkeypatch.setattr(samples, "packaged", lambda: pytest.fail("the work began"))
+
+
+TARGETS = ("output", "plot")
+
+
+def writing(option: str, path: Path) -> tuple[object, ...]:
+    if option == "plot":
+        pytest.importorskip("matplotlib")
+    return (*SMALL, "--output", path) if option == "output" else ("inspect", "--chunks", 4, "--heads", 1, "--plot", path)
+
+
+@pytest.mark.parametrize("option", TARGETS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_special_files_are_not_replaced(command, no_work, tmp_path, option, linked):
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    path = pipe
+    if linked:
+        path = tmp_path / "link.png"
+        path.symlink_to(pipe)
+    status, out, err = command(*writing(option, path))
+    assert (status, out) == (2, "")
+    assert err == f"error: {option} must be a regular file or a new one, got {path}, which is a pipe\n"
+    assert pipe.is_fifo()
+
+
+def test_special_file_that_appears_during_the_work_is_not_replaced(tmp_path):
+    path = tmp_path / "out.safetensors"
+    files.check_output(path, None)
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="which is a pipe"):
+        files.write(path, {"out": torch.zeros(1)})
+    assert path.is_fifo()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("option", TARGETS)
+def test_folders_and_impossible_names_are_refused_before_the_work(command, no_work, tmp_path, option):
+    folder, loop = tmp_path / "folder.png", tmp_path / "loop.png"
+    folder.mkdir()
+    loop.symlink_to(loop)
+    long = tmp_path / ("x" * 300 + ".png")
+    for path, said in ((folder, "must be a file, got the folder"), (loop, "got"), (long, "File name too long")):
+        status, out, err = command(*writing(option, path))
+        assert (status, out) == (2, "")
+        assert err.startswith(f"error: {option} must be")
+        assert said in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", TARGETS)
+def test_links_are_written_through_and_the_longest_name_works(command, tmp_path, option):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    target, link = folder / ("x" * 251 + ".png"), tmp_path / "link.png"
+    link.symlink_to(target)
+    for _ in range(2):  # a link to nothing, then one to a file
+        status, out, err = command(*writing(option, link))
+        assert status == 0, out + err
+        assert link.is_symlink()
+        assert target.stat().st_size > 1000
+        assert list(folder.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("name", ["run", "inspect"])
+def test_input_name_too_long(command, tmp_path, name):
+    existing = tmp_path / "there.png"
+    existing.touch()
+    options = ("--output", existing) if name == "run" else ()
+    status, out, err = command(name, tmp_path / ("x" * 300), *options)
+    assert (status, out) == (2, "")
+    assert err.endswith("must be readable, got File name too long\n")
+    assert err.count("\n") == 1
+
+
+def test_input_that_is_a_pipe(command, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    status, _, err = command("run", tmp_path / "pipe")
+    assert status == 2
+    assert "must be a safetensors file, got a pipe" in err
+
+
+@pytest.mark.parametrize("name", ["run", "inspect"])
+def test_unknown_tensors_are_named(command, tmp_path, tensors, name):
+    file = tmp_path / "in.safetensors"
+    save_file(tensors, file)
+    assert command(name, file)[2] == ""
+    state = torch.zeros(1, 2, 128, 128)
+    save_file({**tensors, "inital_state": state, **{f"w\n{i}": torch.zeros(1) for i in range(9)}}, file)
+    status, _, err = command(name, file)
+    assert status == 0
+    assert err.startswith(f"warning: {file} holds tensors that are not used: 'inital_state', 'w\\n0', ")
+    assert err.endswith(" and 2 more; the optional ones are initial_state, cu_seqlens\n")
+    assert err.count("\n") == 1
+
+
+def test_nothing_was_cut_says_why(command, monkeypatch, tmp_path, tensors):
+    assert (
+        "Nothing was cut: no sequence is longer than a segment of 608 tokens." in command(*SMALL[:3], "--segment-len", 608)[1]
+    )
+    x = samples.make("random", 300, 8)
+    save_file({name: getattr(x, name) for name in (*samples.TOKEN_TENSORS, *samples.PARAMETERS)}, tmp_path / "in.safetensors")
+    said = "Nothing was cut: the planner expects no gain from it with 8 heads; --segment-len cuts all the same."
+    out = command("run", tmp_path / "in.safetensors")[1]
+    assert said in out
+    assert "this checked the serial forward" in out
+    assert "Nothing was cut" not in command(*SMALL)[1]
+    # As beside the kernels, whose automatic plan is the serial one.
+    right = api.fwd_cp
+    monkeypatch.setattr(api, "fwd_cp", lambda *a, **k: right(*a, **{**k, "auto_cp": False}))
+    monkeypatch.setattr("flash_kda.dispatch.last_path", lambda: "sm90")
+    out = command(*SMALL[:3])[1]
+    assert "Nothing was cut: beside the sm90 kernels only --segment-len makes segments." in out
+
+
 # inspect
+
+
+@pytest.mark.parametrize("lower_bound", ["-1", "-5"])
+def test_table_takes_no_lower_bound(command, lower_bound):
+    status, _, err = command("inspect", "--table", f"--lower-bound={lower_bound}")
+    assert status == 2
+    assert "table must be asked for alone, got lower-bound" in err
 
 
 def test_inspect_and_plot(command, tmp_path):
@@ -325,6 +523,42 @@ def test_doctor_names_a_broken_import(tmp_path, name):
     assert "NOT READY" in done.stdout.splitlines()[-1]
 
 
+STDOUTS = {
+    "unread": "$* | true",
+    "closed": "$* >&-",
+    "not for writing": ": > {folder}/empty; $* 1< {folder}/empty",
+    "full": "ulimit -f 0; $* > {folder}/full",
+}
+"""Ways in which standard output fails."""
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("ignored",)])
+@pytest.mark.parametrize("stdout", STDOUTS)
+def test_doctor_without_stdout(tmp_path, stdout, arguments):
+    broken_module(tmp_path, "torch")
+    done = shell(STDOUTS[stdout].format(folder=tmp_path), "doctor", *arguments, path=tmp_path)
+    assert done.stderr == "status 0\n"
+
+
+@pytest.mark.parametrize("arguments", [("run", "--tokens", "64"), ("run", "--help"), ("--version",)])
+@pytest.mark.parametrize("stdout", ["closed", "not for writing", "full"])
+def test_commands_without_stdout(tmp_path, stdout, arguments):
+    done = shell(STDOUTS[stdout].format(folder=tmp_path), *arguments)
+    error, status = done.stderr.splitlines()
+    assert error.startswith(f"error: standard output must be {'open' if stdout == 'closed' else 'writable'}")
+    assert status == "status 2"
+
+
+def test_run_when_nobody_reads():
+    assert shell(STDOUTS["unread"], *SMALL).stderr == "status 1\n"
+
+
+def test_errors_without_stderr():
+    assert child("run", "/nowhere/at/all").returncode == 2
+    done = shell(f"{shlex.join([sys.executable, '-m', 'flash_kda', 'run', '/nowhere/at/all'])} 2>&-; echo status $?")
+    assert done.stdout == "status 2\n"
+
+
 def test_doctor_survives_a_crash(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     done = child("doctor", path=tmp_path)
@@ -354,6 +588,17 @@ def test_commands_say_what_is_missing(tmp_path, name):
     assert done.returncode == 2
     assert done.stderr.startswith("error: flash-kda needs typer and rich")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["run", "inspect"])
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_commands_point_to_doctor_if_torch_does_not_import(tmp_path, name, error):
+    (tmp_path / "torch.py").write_text(f"raise {error}('libcudart.so: cannot open\\nshared object file')\n")
+    done = child(name, path=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {name} must be able to import PyTorch")
+    assert f"{error}: libcudart.so: cannot open; 'flash-kda doctor'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_help_does_not_import_torch(tmp_path):

@@ -22,10 +22,11 @@ def main() -> None:
     try:
         from .app import run_app
     except ImportError as error:
-        print(
+        from .streams import complain
+
+        complain(
             f"error: flash-kda needs typer and rich, got {type(error).__name__}: {error}; pip install typer rich "
-            "('flash-kda doctor' works without them and says what else is missing)",
-            file=sys.stderr,
+            "('flash-kda doctor' works without them and says what else is missing)"
         )
         sys.exit(2)
     sys.exit(run_app())

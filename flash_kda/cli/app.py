@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 
 from .._version import __version__
 from .console import UserError
+from .streams import complain, silence_stdout
 
 app = typer.Typer(
     name="flash-kda",
@@ -51,9 +53,7 @@ File = Annotated[
         show_default=False,
     ),
 ]
-LowerBound = Annotated[
-    float, typer.Option(help="Log decay of one token is in [lower_bound, 0]; lower_bound itself in [-5, 0].")
-]
+LOWER_BOUND = "Log decay of one token is in [lower_bound, 0]; lower_bound itself in [-5, 0]."
 Offsets = Annotated[
     str | None,
     typer.Option("--cu-seqlens", help='Offsets of packed sequences, e.g. "0,100,300"; instead of a tensor of the file.'),
@@ -80,7 +80,7 @@ def doctor() -> None:
 @app.command()
 def run(
     file: File = None,
-    lower_bound: LowerBound = -5.0,
+    lower_bound: Annotated[float, typer.Option(help=LOWER_BOUND)] = -5.0,
     scale: Annotated[float | None, typer.Option(help="Factor of the outputs.", show_default="K^-0.5")] = None,
     cu_seqlens: Offsets = None,
     tokens: Annotated[
@@ -109,7 +109,8 @@ def run(
 
     Exits with 0 if the check passes, 1 if it fails, 2 if the input is bad.
     """
-    from . import run as command
+    with _loading("run"):
+        from . import run as command
 
     options = command.Options(
         file=file,
@@ -134,7 +135,7 @@ def inspect(
         Gates | None,
         typer.Option(help="Synthetic gates instead of a file; 'real' is the packaged activations.", show_default=False),
     ] = None,
-    lower_bound: LowerBound = -5.0,
+    lower_bound: Annotated[float | None, typer.Option(help=LOWER_BOUND, show_default="-5.0")] = None,
     cu_seqlens: Offsets = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Heads of the synthetic input.", show_default="4")] = None,
     chunks: Annotated[
@@ -146,7 +147,8 @@ def inspect(
     ] = None,
 ) -> None:
     """How long each head remembers: time constants, decay of the transition matrix, chunks that a segment must replay."""
-    from . import inspect as command
+    with _loading("inspect"):
+        from . import inspect as command
 
     options = command.Options(
         file=file,
@@ -162,21 +164,47 @@ def inspect(
 
 def run_app() -> int:
     """The exit status of the command of ``sys.argv``; errors of the user in one line on stderr."""
+    if sys.stdout is None:
+        # Before the work, and before a file that is opened gets the descriptor that libraries print to.
+        complain("error: standard output must be open, got none; send it to a file, or to the null device if nobody reads it")
+        return 2
     try:
-        app(prog_name="flash-kda")
+        try:
+            app(prog_name="flash-kda")
+        finally:
+            sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        print(f"error: the work must fit into memory, got: {str(error).splitlines()[0]}; ask for fewer tokens", file=sys.stderr)
+        complain(f"error: the work must fit into memory, got: {(str(error).splitlines() or [''])[0]}; ask for fewer tokens")
         return 2
     except BrokenPipeError:
-        # The reader of a pipe left; keep the interpreter from complaining about it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return 1
+    except OSError as error:
+        # Help and version texts are not written by console.py. Errors about named files are handled where they arise.
+        if error.filename is not None:
+            raise
+        silence_stdout()
+        complain(f"error: standard output must be writable, got: {error.strerror or error}")
+        return 2
     return 0
+
+
+@contextmanager
+def _loading(command: str) -> Iterator[None]:
+    """A bad installation of PyTorch can raise anything on import; what is wrong with it is for doctor to say."""
+    try:
+        yield
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{command} must be able to import PyTorch, numpy and safetensors, got {type(error).__name__}: {said}; "
+            "'flash-kda doctor' says what is wrong"
+        ) from None
 
 
 def _out_of_memory(error: Exception) -> bool:

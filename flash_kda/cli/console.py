@@ -10,8 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .streams import silence_stdout
+
 PLAIN_WIDTH = 200
-"""Nothing is wrapped when the output is not a terminal; the tables themselves are narrower than 80 columns."""
+"""Nothing is wrapped when the output is not a terminal."""
+TABLE_WIDTH = 80
+"""Tables fit into this; a narrower terminal folds their lines itself, which loses nothing."""
 
 
 class UserError(Exception):
@@ -23,14 +27,28 @@ def _console() -> Console:
     return Console(width=None if terminal else PLAIN_WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=not terminal)
 
 
+@contextmanager
+def _written() -> Iterator[None]:
+    """A full disk under stdout is the user's to mend; rich leaves by itself when the reader of a pipe does."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence_stdout()
+        raise UserError(f"standard output must be writable, got: {error.strerror or error}") from None
+
+
 def line(text: str = "") -> None:
-    _console().print(text)
+    with _written():
+        _console().print(text)
 
 
 def heading(text: str) -> None:
     console = _console()
-    console.print()
-    console.print(text, style="bold")
+    with _written():
+        console.print()
+        console.print(text, style="bold")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
@@ -40,7 +58,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
         made.add_column(name, justify="left" if i < left else "right", no_wrap=True)
     for row in rows:
         made.add_row(*row)
-    _console().print(made)
+    console = _console()
+    with _written():
+        console.print(made, width=max(console.width, TABLE_WIDTH), soft_wrap=True)
 
 
 @contextmanager

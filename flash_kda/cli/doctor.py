@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from .._version import __version__
+from .streams import silence_stdout
 
 PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "matplotlib", "triton", "cuda-bindings")
 USES = {"matplotlib": "inspect --plot", "triton": "only to build GPU kernels", "cuda-bindings": "only to launch GPU kernels"}
@@ -65,10 +66,8 @@ print(json.dumps(found))
 def main(arguments: Sequence[str]) -> int:
     """Prints the report; always 0."""
     if any(a in ("-h", "--help") for a in arguments):
-        print("Usage: flash-kda doctor\n\nWhat is installed and what will run here, and why. Always exits with 0.")
+        _print(["Usage: flash-kda doctor", "", "What is installed and what will run here, and why. Always exits with 0."])
         return 0
-    if arguments:
-        print(f"(doctor takes no arguments; ignored: {' '.join(arguments)})\n")
     found = _probe()
     sections: tuple[tuple[str, Callable[[], list[str]]], ...] = (
         ("Versions", lambda: _versions(found)),
@@ -78,15 +77,23 @@ def main(arguments: Sequence[str]) -> int:
         ("Environment variables", _variables),
         ("Verdict", lambda: [_verdict(found)]),
     )
+    report = [f"(doctor takes no arguments; ignored: {' '.join(arguments)})", ""] if arguments else []
     for title, section in sections:
         try:
             lines = section()
         except Exception as error:
             lines = [f"could not be found out: {type(error).__name__}: {error}"]
-        print(title)
-        for line in lines:
-            print(f"  {line}".encode("ascii", "backslashreplace").decode())
+        report += [title, *(f"  {line}" for line in lines)]
+    _print(report)
     return 0
+
+
+def _print(lines: Sequence[str]) -> None:
+    """To a stdout that may be closed, full or unread, which is no failure of what was looked at."""
+    try:
+        print("\n".join(lines).encode("ascii", "backslashreplace").decode(), flush=True)
+    except OSError:
+        silence_stdout()
 
 
 def _probe() -> dict[str, Any]:

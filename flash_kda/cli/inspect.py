@@ -42,7 +42,7 @@ class Options:
 
     file: Path | None = None
     gates: str | None = None
-    lower_bound: float = samples.DEFAULT_LOWER_BOUND
+    lower_bound: float | None = None
     cu_seqlens: str | None = None
     heads: int | None = None
     chunks: int = 256
@@ -78,6 +78,7 @@ def compare(options: Options) -> int:
     for name, value in (
         ("a file", options.file),
         ("gates", options.gates),
+        ("lower-bound", options.lower_bound),
         ("cu-seqlens", options.cu_seqlens),
         ("plot", options.plot),
     ):
@@ -118,24 +119,25 @@ def _check_plot(options: Options) -> None:
         raise UserError('plot must have matplotlib, got none installed; pip install "flash-kda[plot]"')
     if options.plot.suffix.lower() != ".png":
         raise UserError(f"plot must be the name of a .png file, got {options.plot}")
-    files.check_output(options.plot, options.file)
+    files.check_output(options.plot, options.file, "plot")
 
 
 def _sample(options: Options) -> tuple[Sample, str]:
     """The end of the longest sequence, and a sentence that says what it is."""
     tokens = options.chunks * CHUNK
+    lower_bound = samples.DEFAULT_LOWER_BOUND if options.lower_bound is None else options.lower_bound
     if options.file is not None:
         if options.gates is not None or options.heads is not None:
             raise UserError(
                 f"gates and heads must not be given with a file, got {options.file}; they describe synthetic inputs"
             )
-        sample = files.read(options.file, lower_bound=options.lower_bound, scale=None, cu_seqlens=options.cu_seqlens)
+        sample = files.read(options.file, lower_bound=lower_bound, scale=None, cu_seqlens=options.cu_seqlens)
         files.check(sample, str(options.file))
         return _end(sample, tokens, str(options.file))
     if options.cu_seqlens is not None:
         raise UserError("cu-seqlens must be given with a file, got none; synthetic inputs are one sequence")
     gates = "real" if options.gates is None else options.gates
-    sample = samples.make(gates, tokens, options.heads or HEADS, lower_bound=options.lower_bound)
+    sample = samples.make(gates, tokens, options.heads or HEADS, lower_bound=lower_bound)
     what = "packaged activations of a KDA layer on real text, repeated" if gates == "real" else f"synthetic gates '{gates}'"
     files.check(sample, what)
     return sample, what
@@ -146,8 +148,6 @@ def _end(sample: Sample, tokens: int, origin: str) -> tuple[Sample, str]:
     if sample.cu_seqlens is not None:
         offsets = sample.cu_seqlens.tolist()
         lengths = [b - a for a, b in itertools.pairwise(offsets)]
-        if not any(lengths):
-            raise UserError(f"{origin}: cu_seqlens must hold a sequence that is not empty, got {offsets}")
         n = max(range(len(lengths)), key=lengths.__getitem__)
         start, end = offsets[n], offsets[n + 1]
         origin += f", sequence {n} of {len(lengths)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..constants import CHUNK, EXIT_EPS
-from .console import UserError
+from . import files
 from .memory import Memory
 
 LOWEST = 1e-8
@@ -77,14 +76,8 @@ def draw(memory: Memory, origin: str, path: Path) -> None:
     entries += [Line2D([], [], color=colours[h], lw=1.7, label=f"head {h}") for h in named]
     axes.legend(handles=entries, loc="best", fontsize=9, framealpha=0.95)
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with files.replacing(path, "plot") as temporary:
         figure.savefig(temporary, dpi=130, format="png")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"plot could not be written to {path}: {error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _count(chunks: int) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import api, dispatch, samples
 from ..api import Certificate
-from ..constants import CHUNK, EXIT_EPS
+from ..constants import CHUNK, EXIT_EPS, MIN_SEGMENT_LEN
 from ..samples import TOKEN_TENSORS, Sample
 from ..validation import check_eps
 from . import files
@@ -90,14 +90,18 @@ def main(options: Options) -> int:
         # The certified call also warms up memory and threads for the timed ones.
         begin("context-parallel, with certificate")
         in_parallel, certificate = parallel(certificate=True)
+        path = dispatch.last_path()
         in_series, serial_times = _timed(serial, options.repeat, device, lambda i: begin(f"serial {i}"))
         _, cp_times = _timed(lambda: parallel()[0], options.repeat, device, lambda i: begin(f"context-parallel {i}"))
         cut = None if certificate is None else certificate.plan.segment_len
         found = run_check(packed, offsets, cut, in_series, in_parallel, options.impl, begin)
 
-    _print_plan(certificate, offsets, eps)
+    uncut = None
+    if certificate is None:
+        uncut = _why_uncut(options.segment_len, max(b - a for a, b in itertools.pairwise(offsets)), sample.heads, path)
+    _print_plan(certificate, uncut, offsets, eps)
     _print_times(serial_times, cp_times, tokens * batch)
-    _print_check(found, sample.heads)
+    _print_check(found, sample.heads, cut=uncut is None)
     if not found.passed:
         line("CHECK FAILED" + ("; nothing was written" if options.output is not None else ""))
         return 1
@@ -192,12 +196,24 @@ def _timed(
     return made, times
 
 
-def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float) -> None:
+def _why_uncut(segment_len: int | None, longest: int, heads: int, path: str | None) -> str:
+    """Why ``fwd_cp`` gave no certificate."""
+    if segment_len is not None:
+        return f"no sequence is longer than a segment of {segment_len} tokens"
+    if path == "sm90":
+        return "beside the sm90 kernels only --segment-len makes segments"
+    if longest <= MIN_SEGMENT_LEN:
+        return f"no sequence is longer than {MIN_SEGMENT_LEN} tokens, the shortest segment that the planner makes"
+    return f"the planner expects no gain from it with {_count(heads, 'head')}; --segment-len cuts all the same"
+
+
+def _print_plan(certificate: Certificate | None, uncut: str | None, offsets: list[int], eps: float) -> None:
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
     heading("Plan")
     if certificate is None:
-        longest = max(lengths, default=0)
-        line(f"{len(lengths)} sequences, the longest of {longest} tokens: nothing to cut, every sequence runs serially")
+        line(f"{_count(len(lengths), 'sequence')} of {_range(lengths)} tokens")
+        line(f"Nothing was cut: {uncut}.")
+        line("fwd_cp ran every sequence serially, as fwd does.")
         return
     plan = certificate.plan
     counts = plan.seq_map.diff().tolist()
@@ -209,7 +225,7 @@ def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float)
     used = certificate.segment < plan.capacity
     chunks, norm, dropped = (x[used].cpu() for x in (certificate.chunks, certificate.norm, certificate.dropped))
     whole = certificate.fallback[used].cpu()
-    heading(f"Backward scan, over the {_count(len(chunks), 'segment')} with a successor; exit at ||M||_F <= {eps:.3g}")
+    heading(f"Backward scan of the {_count(len(chunks), 'segment')} with a successor, until ||M||_F <= {eps:.3g}")
     order = list(range(chunks.shape[1]))
     if len(order) > MAX_ROWS:
         order = sorted(sorted(order, key=lambda h: -chunks[:, h].sum().item())[:MAX_ROWS])
@@ -226,9 +242,11 @@ def _print_plan(certificate: Certificate | None, offsets: list[int], eps: float)
                 shorten(dropped[:, h].max().item()),
             ]
         )
-    table(("head", "chunks replayed min/med/max", "whole segments", "max ||M||_F", "history dropped <="), rows)
-    line("History dropped: bound of the relative error in the state handed on, ||M||_F ||S_c||_F / ||S_out||_F.")
-    line("A segment scanned whole hands its transition matrix M on: nothing is dropped there.")
+    table(("head", "replayed min/med/max", "whole", "max ||M||_F", "dropped <="), rows)
+    line("replayed  trailing chunks that the scan went back over, per segment")
+    line("whole     segments scanned to their start; they hand M on and drop nothing")
+    line("dropped   bound of the relative error of the state handed on after an earlier")
+    line("          stop, ||M||_F ||S_c||_F / ||S_out||_F")
 
 
 def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
@@ -241,9 +259,9 @@ def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
     table(("", "ms", "tokens/s", "speed-up"), rows)
 
 
-def _print_check(found: Check, heads: int) -> None:
+def _print_check(found: Check, heads: int, *, cut: bool) -> None:
     which = "all heads" if len(found.heads) == heads else f"heads {', '.join(map(str, found.heads))} of {heads}"
-    heading(f"Check (relative L2 error of the worst head; the fp64 oracle saw {found.oracle_tokens} tokens of {which})")
+    heading(f"Check: relative L2 errors, the worst head; the oracle saw {found.oracle_tokens} tokens of {which}")
     if found.problem is not None:
         line(found.problem)
         return
@@ -261,8 +279,11 @@ def _print_check(found: Check, heads: int) -> None:
             ]
         )
     table(("values", "bf16", "serial", "cp", "x bf16", ""), rows)
-    line("bf16: error of the exact values when rounded to bf16, measured here; the unit of 'x bf16'.")
-    line(f"Limit: {LIMIT:g} x bf16. Windows inside a sequence start from the state of serial fwd there.")
+    line("The oracle is the fp64 token recurrence; inside a sequence it starts from serial's state.")
+    line("'vs serial' compares the two over everything, the worst sequence and head.")
+    if not cut:
+        line("Nothing was cut: this checked the serial forward, and no boundary between segments.")
+    line(f"bf16: what rounding the exact values to bf16 costs, measured here. Limit: {LIMIT:g} x bf16.")
 
 
 def _milliseconds(seconds: float) -> str:
