@@ -29,6 +29,8 @@ CPU_WINDOW = 256
 """(item, chunk) pairs prepared at once on a CPU: 2 MiB a factor, measured fastest among 128 .. 1024."""
 CPU_GROUP = 64
 """Items advanced at once on a CPU: their states take 4 MiB."""
+SCAN_WINDOW = 32
+"""Chunks prepared at once for a scan that may stop at any of them."""
 DEVICE_WINDOW = 16384
 DEVICE_GROUP = 4096
 
@@ -293,6 +295,8 @@ class _Scan:
     def replay(self, factors: Factors, start: int) -> None:
         """Chunks ``start, start + 1, ...`` counted from the end."""
         for j in range(factors.kg.shape[1]):
+            if self.readable and not bool(self.alive.any()):
+                return
             kg, w, u, gamma = factors.kg[:, j], factors.w[:, j], factors.u[:, j], factors.gamma[:, j]
             poison = None if factors.state_poison is None else factors.state_poison[:, j]
             if not (self.readable and bool(self.alive.all())):
@@ -413,7 +417,7 @@ def _groups(cu_seqlens: Tensor, heads: int, segments: Tensor | None = None) -> I
 def _steps(items: Items, max_len: int, *, grow: bool = False) -> Iterator[tuple[int, int, int]]:
     """``(first chunk, chunks, items that have any of them)`` windows over a group sorted by decreasing length.
 
-    With ``grow`` the first windows are short, for scans that usually stop early.
+    With ``grow`` windows begin short and stay moderate, for scans that usually stop early.
     """
     cpu = readable(items.start)
     lengths = items.chunks.tolist() if cpu else []
@@ -426,7 +430,7 @@ def _steps(items: Items, max_len: int, *, grow: bool = False) -> Iterator[tuple[
         size = max(1, min(count, (CPU_WINDOW if cpu else DEVICE_WINDOW) // active, total - first))
         yield first, size, active
         first += size
-        count *= 2
+        count = min(2 * count, SCAN_WINDOW) if grow else count
 
 
 def _load_state(
