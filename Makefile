@@ -16,7 +16,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find flas
 
 run: $(VENV)/.installed
 	$(BIN)/flash-kda doctor
-	$(BIN)/flash-kda run --segment-len 4096
+	$(BIN)/flash-kda run --repeat 3
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pip check
