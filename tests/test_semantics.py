@@ -1,7 +1,9 @@
 """Lengths, empty and ragged sequences, padding, and what must stay untouched."""
 
 import math
+from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from budget import judge
@@ -245,3 +247,16 @@ def test_scale_multiplies_the_outputs_only(name):
     zero, _ = call(name, case, sequences=1, scale=0)
     assert not zero.any()
     assert math.isclose(case.scale, D**-0.5)
+
+
+@pytest.mark.parametrize("name", ["g", "beta"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_gate_or_logit_saturates(name, sign):
+    case = cases.random(50, 2, seed=4)
+    x = getattr(case, name).clone()
+    x[:, 20] = sign * torch.inf
+    case = replace(case, **{name: x})
+    out, final = flash_kda.fwd(**case.fwd(), output_final_state=True)
+    o, want = case.oracle()
+    assert cases.out_error(out, o).max() <= 1.25 * cases.out_error(o.bfloat16(), o).max()
+    assert cases.state_error(final, want).max() < 1e-5

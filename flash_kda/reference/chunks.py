@@ -148,6 +148,9 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
     q = None if inputs.q is None else gather(inputs.q, win, dtype)
     state_poison = out_poison = None
     if not finite:
+        # An infinite gate or logit saturates, as in the recurrence; only a NaN there is lost.
+        largest = torch.finfo(dtype).max
+        g, beta = g.clamp(-largest, largest), beta.clamp(-largest, largest)
         row = 0 * beta + (0 * k).sum(-1) + (0 * g).sum(-1)
         reach = (0 * v + row[..., None]).cumsum(-2)
         state_poison = reach[..., -1, :]
