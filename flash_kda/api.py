@@ -176,9 +176,10 @@ def fwd_cp(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Certificate | None]:
     """The answer of :func:`fwd`, with sequences cut into segments that run side by side.
 
-    Each segment's effect on the state is found by a backward scan that stops once what came before provably cannot matter
-    (:func:`state_only`), the effects are chained, and all segments run from their true initial states. Exact for any gate,
-    up to ``eps``.
+    Each segment's effect on the state is found by a backward scan that stops once it has measured that the state before the
+    replayed part counts for at most ``eps`` of its norm (:func:`state_only`); the effects are chained, and all segments run
+    from these initial states. For any gate the loss is at most ``eps`` relative to the state before the replayed part;
+    :class:`Certificate` tells what that is relative to the states handed on (docs/algorithm.md, section 6).
 
     Args:
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,

@@ -244,9 +244,9 @@ def _print_plan(certificate: Certificate | None, uncut: str | None, offsets: lis
         )
     table(("head", "replayed min/med/max", "whole", "max ||M||_F", "dropped <="), rows)
     line("replayed  trailing chunks that the scan went back over, per segment")
-    line("whole     segments scanned to their start; they hand M on and drop nothing")
+    line("whole     segments scanned to their start; they hand M on and drop nothing themselves")
     line("dropped   bound of the relative error of the state handed on after an earlier")
-    line("          stop, ||M||_F ||S_c||_F / ||S_out||_F")
+    line("          stop, ||M||_F ||S_c||_F / ||S_out||_F, or what a whole segment passes on")
 
 
 def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
