@@ -1,6 +1,6 @@
 """Check and time configurations of the forward kernel through Triton's JIT.
 
-    PYTHONPATH=. python benchmarks/dev_forward.py [check] [adversarial] [drift] [random] [time] CR,PR,NP,SP,VSPLIT,LAG,UN ...
+    PYTHONPATH=. python benchmarks/dev_forward.py [check] [adversarial] [drift] [random] [time] CR,PR,NP,SP,VSPLIT,LAG ...
 
 Outputs and states are poisoned with NaN first and compared with an fp64 token recurrence; times are CUDA-graph medians.
 """

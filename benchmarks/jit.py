@@ -26,7 +26,6 @@ class ForwardConfig:
     sp: int = 6
     vsplit: int = 1
     lag: int = 1
-    un: int = 0
 
     def constexprs(self) -> dict:
         return {
@@ -36,7 +35,6 @@ class ForwardConfig:
             "SP": self.sp,
             "VSPLIT": self.vsplit,
             "LAG": self.lag,
-            "UN": self.un,
         }
 
 

@@ -115,7 +115,7 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, UN=0),
-    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, UN=0),
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
+    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
 )
 """The variants that ship: one CTA an item, and two CTAs an item with half of V each."""

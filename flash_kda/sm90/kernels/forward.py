@@ -28,7 +28,7 @@ Shared memory, for each of SP stages (factors replace raw inputs in place)
                            384-415 beta; 448-479 scale 2^-SHIFT / |q|; 416-419 META: tokens left,
                            -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
-and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 128 / VSPLIT] bf16.
+and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 128 / VSPLIT] bf16, and the stride of the loop over items.
 
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for `vec` or the end mark
@@ -43,17 +43,11 @@ zeros in k, q, v and -inf in g, which makes their decay exactly 1. They are neve
 
 Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e30; beyond, a token may overflow into its step.
 """
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
 
 from . import flags as bits
 
@@ -61,10 +55,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 L2_EPS = gl.constexpr(1e-6)
 # E carries 2^20: 16 tokens at lower_bound -5 span e^-80, so E is in 2^-96 .. 2^20 and 1/E in 2^-20 .. 2^96
 SHIFT = gl.constexpr(20.0)
-INV_SHIFT = gl.constexpr(2.0**-20)
+INV_SHIFT = gl.constexpr(2.0 ** -20)
 
-STEP = gl.constexpr(32)  # tokens a step: two tiles
-BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
+STEP = gl.constexpr(32)             # tokens a step: two tiles
+BOX_CHANNELS = gl.constexpr(64)     # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 
 HAS_INITIAL = gl.constexpr(bits.HAS_INITIAL)
@@ -85,9 +79,8 @@ def ex2(x):
 @gluon.jit
 def ex2_neg(x):
     """2^-x; the negation is free in the instruction."""
-    return gl.inline_asm_elementwise(
-        "{.reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t;}", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("{.reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t;}", "=f,f", [x],
+                                     dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -97,23 +90,24 @@ def rcp(x):
 
 @gluon.jit
 def split_bf16(f):
-    """A row of fp32 factors as two bf16 terms, for `mul_split`."""
-    hi = f.to(gl.bfloat16)
-    lo = (f - hi.to(gl.float32)).to(gl.bfloat16)
-    return hi[None, :].broadcast_to([8, 128]), lo[None, :].broadcast_to([8, 128])
+    """fp32 factors as two bf16 terms, for `mul_split`: the first truncated, so that nothing has to be unpacked."""
+    bits = f.to(gl.int32, bitcast=True)
+    hi = (bits & -65536).to(gl.float32, bitcast=True)
+    return hi.to(gl.bfloat16), (f - hi).to(gl.bfloat16)
 
 
 @gluon.jit
 def mul_split(x, hi, lo):
     """bf16 x times hi + lo, rounded once: two packed instructions where unpacking to fp32 takes five."""
     return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}",
-        "=r,r,r,r",
-        [x, hi, lo],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}", "=r,r,r,r", [x, hi, lo],
+        dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def square(x):
+    """bf16 squares, rounded."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -121,12 +115,13 @@ def to_fp32(x):
     """bf16 -> fp32, two instructions a pair (the compiler's own conversion takes three)."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;}",
-        "=f,=f,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=2,
-    )
+        "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def kept_here(x):
+    """x; what is computed from it stays where it is written, and holds no register of the other partitions."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -135,14 +130,19 @@ def add(a, b):
 
 
 @gluon.jit
+def either(a, b):
+    """Reduction of equal values."""
+    return a
+
+
+@gluon.jit
 def segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total):
     """First token and length of a segment: cu_seqlens (int32, or the low words of int64), or dense if seq_len >= 0."""
     begin = segment * seq_len
     end = begin + seq_len
     if seq_len < 0:
-        p = cu_ptr + segment.to(gl.int64) * cu_words
-        begin = gl.load(p)
-        end = gl.load(p + cu_words)
+        begin = gl.load(cu_ptr + segment * cu_words)
+        end = gl.load(cu_ptr + (segment + 1) * cu_words)
     end = gl.minimum(end, t_total)
     begin = gl.maximum(gl.minimum(begin, end), 0)
     return begin, end - begin
@@ -160,7 +160,7 @@ def state_slot(index_ptr, segment, has_index, n_slots):
 @gluon.jit
 def scalar(mem):
     """The value of a one-element shared-memory view."""
-    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit(noinline=True)
@@ -170,7 +170,7 @@ def mask_tile(tile, valid):
     keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
     zero = gl.zeros([16, 64], gl.int32, L)
     # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
-    none = zero + gl.where(valid > 0.0, -0x007F0080, 0)
+    none = zero + gl.where(valid > 0.0, -0x007f0080, 0)
     for i in gl.static_range(4):
         rows = tile.slice(32 * i, 16)
         if i == 2:
@@ -186,54 +186,48 @@ def transposed(x, L: gl.constexpr):
 
 
 @gluon.jit
-def product_panel(blocks, row, row_m, j, A, Z, A_L: gl.constexpr, B_L: gl.constexpr):
-    """Add the products of 64 channels to k m^T and q m^T."""
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-    b = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16).permute([1, 0]).load(B_L)
-    A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
-    Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
-    return A, Z
+def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr):
+    """d, z and m of eight tokens and 64 channels, in place; -> cumulative sum with SHIFT, and sum without."""
+    rows = block._reinterpret(gl.bfloat16, [128, 64], gl.NVMMASharedLayout(128, 16, 2))
+    kh = rows.slice(0, 8)
+    qh = rows.slice(32, 8)
+    gh = rows.slice(64, 8)
+    re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
+    g = gh.load(X_L)
+    k = kh.load(X_L)
+    q = qh.load(X_L)
+    x = gl.fma(to_fp32(g), neg_rate, bias)
+    lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
+    G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
+    carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
+    total += gl.sum(lg, 0)
+    E = ex2(G)
+    kf = to_fp32(k)
+    kh.store((kf * E).to(gl.bfloat16))
+    qh.store((to_fp32(q) * E).to(gl.bfloat16))
+    gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
+    return carry, total
 
 
 @gluon.jit
-def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr, UN: gl.constexpr):
-    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`."""
+def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr):
+    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`, 64 channels at a time."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     A = zero
     Z = zero
-    if UN:
-        for j in gl.static_range(2):
-            A, Z = product_panel(blocks, row, row_m, j, A, Z, A_L, B_L)
-    else:
-        for j in range(two):
-            A, Z = product_panel(blocks, row, row_m, j, A, Z, A_L, B_L)
+    for j in range(two):
+        panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        m = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16)
+        b = m.permute([1, 0]).load(B_L)
+        A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
+        Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
     return A, Z
-
-
-@gluon.jit
-def operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC: gl.constexpr, B_L: gl.constexpr, M2: gl.constexpr):
-    """64 channels of W and U from d and v, in place."""
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    panel = blocks.index(32 * s + 2 * T + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-    tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-    kj = panel.slice(0, 16)
-    W = mma_v2(TW, kj.load(B_L), zero)
-    if T == 1:
-        W = W * vec_64.index(8 * s + 2 + j).load(gl.SliceLayout(0, M2))[None, :]
-        W = mma_v2(CW, tile1.slice(0, 16).load(B_L), W)
-    kj.store(W.to(gl.bfloat16))
-    if 64 * j < VC:
-        vj = panel.slice(96, 16)
-        U = mma_v2(TU, vj.load(B_L), zero)
-        if T == 1:
-            U = mma_v2(CU, tile1.slice(96, 16).load(B_L), U)
-        vj.store((U * row[:, None]).to(gl.bfloat16))
 
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, UN: gl.constexpr):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -241,8 +235,6 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
     B_L: gl.constexpr = gl.DotOperandLayout(1, M2, 2)
-    E_L: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [1, 1], [1, 0])
-    C_L: gl.constexpr = gl.SliceLayout(0, E_L)
     rm = gl.arange(0, 16, gl.SliceLayout(1, M2))[:, None]
     cm = gl.arange(0, 16, gl.SliceLayout(0, M2))[None, :]
     z16 = gl.zeros([16, 16], gl.float32, M2)
@@ -252,55 +244,36 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     row0 = 32 * s + 2 * T
     X_L: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 1], [1, 0])
     vec_64 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC)
+    vec_16 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC)
     vec = vec_s.index(s)
-    beta_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 24 + T)
+    row_s = vec_16.index(32 * s + 24 + T)
     z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
         mask_tile(blocks.index(row0)._reinterpret(gl.int32, [128, 64], PAIRS), valid)
-    beta = beta_s.load(gl.SliceLayout(1, M2))
-    beta_col = beta_s.load(gl.SliceLayout(0, M2))
-    # |q|^2 on the tensor cores: the diagonal of q q^T
-    Qn = z16
-    for j in gl.static_range(2):
-        q = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
-        Qn = mma_v2(q, transposed(q, B_L), Qn)
-    rq_s = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC).index(32 * s + 28 + T)
-    rq_s.store(gl.rsqrt(gl.sum(gl.where(rm == cm, Qn, 0.0), 1) + L2_EPS) * scalar(vec.slice(419, 1)))
+    beta = row_s.load(gl.SliceLayout(1, M2))
+    beta_col = row_s.load(gl.SliceLayout(0, M2))
+    # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
+    ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
+    z8 = gl.zeros([16, 8], gl.float32, M2)
+    q0 = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+    q1 = blocks.index(row0 + 16)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+    Qn = mma_v2(square(q0), ones, z8) + mma_v2(square(q1), ones, z8)
+    vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
-    re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
     gamma_scale = gl.where(T == 0, 1.0, 1.0 / INV_SHIFT)
     for j in range(two):
         bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
         carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
         for h in range(two):
-            rows = blocks.index(row0 + 16 * j + h)._reinterpret(gl.bfloat16, [128, 64], TILE)
-            kh = rows.slice(0, 8)
-            qh = rows.slice(32, 8)
-            gh = rows.slice(64, 8)
-            x = gl.fma(to_fp32(gh.load(X_L)), neg_rate, bias)
-            lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
-            G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
-            carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
-            total += gl.sum(lg, 0)
-            E = ex2(G)
-            kf = to_fp32(kh.load(X_L))
-            kh.store((kf * E).to(gl.bfloat16))
-            qh.store((to_fp32(qh.load(X_L)) * E).to(gl.bfloat16))
-            gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
+            carry, total = gate_rows(blocks.index(row0 + 16 * j + h), bias, neg_rate, inv_bound, carry, total, X_L)
         # gamma1, or gamma2 2^SHIFT; of a sum without SHIFT, whose rounding would bias slow decays over many tiles
         vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
-    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, UN)
+    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
-    # m of the first tile becomes Kr1; the second tile's meets the state before its own decay does, and needs no factor
-    if T == 0:
-        hi, lo = split_bf16(vec.slice(128, 128).load(C_L))
-        for h in range(two):
-            gh = blocks.index(row0 + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(64, 8)
-            gh.store(mul_split(gh.load(E_L), hi, lo))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
@@ -329,24 +302,37 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     CW = CU
     if T == 1:
         mbarrier.wait(half, phase)
-        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L, UN)
+        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L)
         z_b.index(4 * s + 1).store((Z21 * (1.0 / INV_SHIFT)).to(gl.bfloat16))
-        C = -mma_v2(TU, gl.convert_layout((L21 * rk[:, None]).to(gl.bfloat16), B_L), z16)
+        C = mma_v2(TU, gl.convert_layout((L21 * (-rk)[:, None]).to(gl.bfloat16), B_L), z16)
         CU = gl.convert_layout(C.to(gl.bfloat16), A_L)
         CW = gl.convert_layout((C * row[:, None]).to(gl.bfloat16), A_L)
-        gamma1 = vec.slice(128, 128).load(C_L)
-        vec.slice(0, 128).store(gamma1 * INV_SHIFT)
-        hi, lo = split_bf16(gamma1)
-        for h in range(two):
-            qh = blocks.index(32 * s + h)._reinterpret(gl.bfloat16, [128, 128], TILE).slice(48, 8)
-            qh.store(mul_split(qh.load(E_L), hi, lo))
     zero = gl.zeros([16, 64], gl.float32, M2)
-    if UN:
-        for j in gl.static_range(2):
-            operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC, B_L, M2)
-    else:
-        for j in range(two):
-            operand_panel(blocks, vec_64, TW, TU, CW, CU, row, zero, s, T, j, VC, B_L, M2)
+    for j in range(two):
+        panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        # m of the first tile becomes Kr1, z of the second Q; the second tile's m meets the state before its own decay
+        # does, and needs no factor
+        gamma1 = vec_64.index(8 * s + 2 + j)
+        f = gamma1.load(gl.SliceLayout(0, X_L))
+        if T == 1:
+            vec_64.index(8 * s + j).store(f * INV_SHIFT)
+        hi, lo = split_bf16(f[None, :].broadcast_to([8, 64]))
+        for h in gl.static_range(2):
+            rows = blocks.index(32 * s + 16 * j + 8 - 2 * T + h)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(0, 8)
+            rows.store(mul_split(rows.load(X_L), hi, lo))
+        kj = panel.slice(0, 16)
+        W = mma_v2(TW, kj.load(B_L), zero)
+        if T == 1:
+            W = W * gamma1.load(gl.SliceLayout(0, M2))[None, :]
+            W = mma_v2(CW, tile1.slice(0, 16).load(B_L), W)
+        kj.store(W.to(gl.bfloat16))
+        if 64 * j < VC:
+            vj = panel.slice(96, 16)
+            U = mma_v2(TU, vj.load(B_L), zero)
+            if T == 1:
+                U = mma_v2(CU, tile1.slice(96, 16).load(B_L), U)
+            vj.store((U * row[:, None]).to(gl.bfloat16))
 
 
 @gluon.jit(noinline=True)
@@ -370,33 +356,23 @@ def skip_tile(tile_s, vec_s, z_s, half, s, phase):
 
 
 @gluon.jit
-def tile_of(i, SP: gl.constexpr, LAG: gl.constexpr):
-    """Turn i of the prep warps: second tile or not, stage, phase of the stage."""
-    T = i % 2
-    step = i // 2 - LAG * T
-    return T, step % SP, (step // SP) & 1
-
-
-@gluon.jit
-def prep_warp(
-    smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr, UN: gl.constexpr
-):
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
 
-    The lag is there so that a second tile seldom has to wait for its first.
+    The lag is there so that a second tile seldom has to wait for its first. NP is odd: first and second tiles alternate.
     """
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
-    two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
-    i = WID
-    if WID % 2 == 1 and WID // 2 < LAG:
-        i += NP
-    T, s, phase = tile_of(i, SP, LAG)
+    two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
+    FIRST: gl.constexpr = WID + NP if WID % 2 == 1 and WID // 2 < LAG else WID
+    T = FIRST % 2 + (two - 2)
+    s = FIRST // 2 - LAG * (FIRST % 2) + (two - 2)
+    phase = two - 2
     mbarrier.wait(rfull.index(s), phase)
     left = scalar(vec_s.index(s).slice(416, 1))
     while left > 0.0:
         if left > 16.0 * T:
-            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT, UN)
+            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
         else:
             skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
         fence_async_shared()
@@ -404,28 +380,20 @@ def prep_warp(
         if T == 0:
             mbarrier.arrive(half.index(s), count=1)
         mbarrier.arrive(full.index(s), count=1)
-        i += NP
-        T, s, phase = tile_of(i, SP, LAG)
+        s += gl.where(T == 0, NP // 2 - LAG, NP // 2 + 1 + LAG)
+        T ^= 1
+        if s >= SP:
+            s -= SP
+            phase ^= 1
         mbarrier.wait(rfull.index(s), phase)
         left = scalar(vec_s.index(s).slice(416, 1))
 
 
 @gluon.jit
-def producer_warp(
-    work,
-    smem,
-    q_desc,
-    k_desc,
-    v_desc,
-    g_desc,
-    params,
-    NP: gl.constexpr,
-    SP: gl.constexpr,
-    VSPLIT: gl.constexpr,
-    LAG: gl.constexpr,
-):
+def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr,
+                  VSPLIT: gl.constexpr, LAG: gl.constexpr):
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
-    cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
+    cu_ptr, heads, n_items, ctas_s, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
@@ -438,10 +406,11 @@ def producer_warp(
     field = gl.arange(0, 4, V1)
     part = gl.program_id(0) % VSPLIT
     # log2(alpha) = bound / (1 + 2^x), written 1 / (inv + inv 2^x); a bound of 0 becomes one too small to matter
-    inv_bound = 1.0 / (gl.minimum(lower_bound, -1e-30) * LOG2E)
+    inv_bound = 1.0 / (gl.minimum(kept_here(lower_bound), -1e-30) * LOG2E)
+    scale = kept_here(scale)
     s = 0
     phase = 1
-    for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
+    for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         segment = item // heads
         head = item % heads
         qk_head = head // qk_group
@@ -468,7 +437,8 @@ def producer_warp(
                 tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 if j < 2 // VSPLIT:
-                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
+                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar,
+                                                    boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
@@ -478,7 +448,7 @@ def producer_warp(
             if s == SP:
                 s = 0
                 phase ^= 1
-    for _ in range((NP + 1) // 2 + LAG):  # at most SP: nobody empties these stages
+    for _ in range((NP + 1) // 2 + LAG):    # at most SP: nobody empties these stages
         mbarrier.wait(empty.index(s), phase)
         vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
         mbarrier.arrive(rfull.index(s), count=2)
@@ -494,7 +464,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
 
     One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
     """
-    cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags = work
+    cu_ptr, heads, n_items, ctas_s, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
@@ -509,7 +479,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     zero = gl.zeros([MV, 64], gl.float32, PQ_L)
     zero32 = gl.zeros([MV, 32], gl.float32, R_L)
     boxes = o_s._reinterpret(gl.bfloat16, [MV // 64, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
-    vchan = 64 * (gl.program_id(0) % VSPLIT)  # first V channel of the CTA
+    vchan = 64 * (gl.program_id(0) % VSPLIT)    # first V channel of the CTA
     sv = gl.arange(0, MV, gl.SliceLayout(1, S_L))[:, None]
     sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
     s_off = (vchan + sv) * 128 + sk
@@ -517,7 +487,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
     s = 0
     phase = 0
-    for item in range(gl.program_id(0) // VSPLIT, n_items, gl.num_programs(0) // VSPLIT):
+    for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         segment = item // heads
         head = item % heads
         begin, length = segment_bounds(cu_ptr, segment, seq_len, cu_words, t_total)
@@ -539,20 +509,15 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
             PQ = warpgroup_mma(Sb, tile.slice(0, 64).permute([1, 0]), zero, use_acc=False, is_async=True)
             S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
             PQ = warpgroup_mma_wait(0, deps=(PQ,))
-            u = tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L).to(gl.float32)
+            u = to_fp32(tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L))
             rq = vec.slice(448, 32).load(gl.SliceLayout(0, R_L))
             P, O = gl.split(gl.permute(gl.reshape(PQ, [MV, 2, 32]), [0, 2, 1]))
             P = gl.convert_layout(P, R_L, assert_trivial=True)
             O = gl.convert_layout(O, R_L, assert_trivial=True)
             R = (u - P).to(gl.bfloat16)
             S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
-            OZ = warpgroup_mma(
-                gl.convert_layout(R, A_R, assert_trivial=True),
-                z_s.index(s).permute([1, 0]),
-                zero32,
-                use_acc=False,
-                is_async=True,
-            )
+            OZ = warpgroup_mma(gl.convert_layout(R, A_R, assert_trivial=True), z_s.index(s).permute([1, 0]), zero32,
+                               use_acc=False, is_async=True)
             S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
             S = S * vec.slice(256, 128).load(gl.SliceLayout(0, S_L))[None, :]
             mbarrier.arrive(empty.index(s), count=1)
@@ -584,65 +549,13 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=(
-        "heads",
-        "qk_group",
-        "n_items",
-        "t_total",
-        "seq_len",
-        "cu_words",
-        "flags",
-        "in_slots",
-        "out_slots",
-        "beta_t",
-        "beta_h",
-        "out_t",
-        "out_h",
-        "h0_stride",
-        "ht_stride",
-    )
-)
-def kda_forward(
-    q_desc,
-    k_desc,
-    v_desc,
-    g_desc,
-    out_desc,
-    beta_ptr,
-    out_ptr,
-    a_log_ptr,
-    dt_ptr,
-    cu_ptr,
-    h0_ptr,
-    ht_ptr,
-    in_index_ptr,
-    out_index_ptr,
-    heads,
-    qk_group,
-    n_items,
-    t_total,
-    seq_len,
-    cu_words,
-    flags,
-    in_slots,
-    out_slots,
-    beta_t,
-    beta_h,
-    out_t,
-    out_h,
-    h0_stride,
-    ht_stride,
-    lower_bound,
-    scale,
-    CR: gl.constexpr,
-    PR: gl.constexpr,
-    NP: gl.constexpr,
-    SP: gl.constexpr,
-    VSPLIT: gl.constexpr,
-    LAG: gl.constexpr,
-    UN: gl.constexpr,
-):
+@gluon.jit(do_not_specialize=("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots",
+                              "out_slots", "beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"))
+def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
+                in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
+                out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
+                CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
+                LAG: gl.constexpr):
     """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
 
     Fewer CTAs than items loop over them; that is faster for many short segments, and the bits are the same.
@@ -662,7 +575,7 @@ def kda_forward(
         flags: HAS_*, *_BF16 above.
         lower_bound in [-5, 0], scale: fp32.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
-        LAG: steps by which second tiles trail first ones in the order of prep. UN: unroll prep's loops over panels.
+        LAG: steps by which second tiles trail first ones in the order of prep.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -671,6 +584,10 @@ def kda_forward(
     z_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 32, 32], gl.NVMMASharedLayout(32, 16, 2))
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
+    # the stride of the loop over items, in shared memory lest it hold a register of every partition
+    ctas_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
+    V1: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ctas_s.store(gl.full([1], 0, gl.int32, V1) + gl.num_programs(0) // VSPLIT)
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
@@ -683,45 +600,37 @@ def kda_forward(
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
-    work = (cu_ptr, heads, n_items, t_total, seq_len, cu_words, flags)
+    work = (cu_ptr, heads, n_items, ctas_s, t_total, seq_len, cu_words, flags)
     smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:
-        gl.warp_specialize(
-            [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, UN)),
-            ],
-            [1, 1, 1, 1, 1, 1, 1, 1],
-            [PR, PR, PR, PR, PR, PR, PR, PR],
-        )
+        gl.warp_specialize([
+            (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
     else:
-        gl.warp_specialize(
-            [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG, UN)),
-                (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG, UN)),
-            ],
-            [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-            [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],
-        )
+        gl.warp_specialize([
+            (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
