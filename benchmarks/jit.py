@@ -11,6 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flash_kda.sm90.kernels import flags as bits
 from flash_kda.sm90.kernels import forward as kernel
 
 BOX = gl.NVMMASharedLayout(128, 16, 3)
@@ -64,6 +65,8 @@ def forward_args(
     final_state=None,
     in_index=None,
     out_index=None,
+    slots=None,
+    seg_len=2**30,
     lower_bound=-5.0,
     scale=None,
 ):
@@ -91,10 +94,11 @@ def forward_args(
     if out_index is not None:
         flags |= kernel.HAS_OUT_INDEX.value
     if a_log is not None:
-        flags |= kernel.HAS_A_LOG.value
+        flags |= bits.HAS_A_LOG
     if dt_bias is not None:
-        flags |= kernel.HAS_DT_BIAS.value
+        flags |= bits.HAS_DT_BIAS
     nf = none.view(torch.float32)
+    n_slots = 0 if slots is None else slots.shape[0]
     return (
         *(token_descriptor(x) for x in (q, k, v, g, out)),
         beta,
@@ -104,14 +108,18 @@ def forward_args(
         none if cu_seqlens is None else cu_seqlens,
         h0,
         ht,
+        nf if slots is None else slots,
         none if in_index is None else in_index,
         none if out_index is None else out_index,
         heads,
         heads // q.shape[1],
-        n_segments * heads,
+        (n_segments + n_slots) * heads,
         t_total,
         seq_len,
         cu_words,
+        n_segments,
+        n_slots,
+        seg_len,
         flags,
         in_slots,
         out_slots,

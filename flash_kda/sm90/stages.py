@@ -17,6 +17,9 @@ from ..inputs import Inputs
 from . import launch
 from .kernels import flags
 
+WHOLE = 2**30
+"""`segment_len` of a call that cuts nothing."""
+
 VECTOR = 8
 """bf16 elements in 16 bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
 
@@ -99,16 +102,20 @@ def forward(
     in_index: Tensor | None = None,
     final_state: Tensor | None = None,
     out_index: Tensor | None = None,
+    slots: Tensor | None = None,
+    segment_len: int = WHOLE,
     memo: dict[str, Any] | None = None,
 ) -> None:
-    """Outputs of every segment, and the states at their ends; see reference/stages.py.
+    """Outputs of every sequence, and the states at their ends; see reference/stages.py.
 
     One launch on the current stream of the tensors' device; allocates nothing and does not wait.
 
     Args:
         inputs, out: with or without batch axis.
-        cu_seqlens: as there, or None for segments of ``max_len`` tokens each.
+        cu_seqlens: as there, or None for sequences of ``max_len`` tokens each.
         in_index, out_index: int32.
+        slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
+            piece that has a successor, in the order of kernels/segments.py.
         memo: of the kind of call, as in :func:`refusal`.
     """
     if inputs.tokens == 0:  # a tensor map cannot describe nothing
@@ -117,7 +124,10 @@ def forward(
         return
     call: _Call | None = None if memo is None else memo.get("call")
     if call is None:
-        call = _Call.of(inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index)
+        num_slots = 0 if slots is None else slots.shape[0]
+        call = _Call.of(
+            inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index, num_slots, segment_len
+        )
         if memo is not None:
             memo["call"] = call
     if call.grid == 0:
@@ -137,7 +147,7 @@ def forward(
         out.data_ptr(),
         *(
             0 if x is None else x.data_ptr()
-            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, initial_state, final_state, in_index, out_index)
+            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, initial_state, final_state, slots, in_index, out_index)
         ),
         *call.scalars,
     )
@@ -171,10 +181,13 @@ class _Call:
         in_index: Tensor | None,
         final_state: Tensor | None,
         out_index: Tensor | None,
+        num_slots: int,
+        segment_len: int,
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
-        segments = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
+        sequences = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
+        segments = sequences + num_slots
         items = segments * heads
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
         processors = _multiprocessors(out.device.index)
@@ -207,6 +220,9 @@ class _Call:
                 tokens,
                 max_len if cu_seqlens is None else -1,
                 1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                sequences,
+                num_slots,
+                segment_len,
                 bits,
                 slots[0][0],
                 slots[1][0],

@@ -92,10 +92,9 @@ class Variant:
 _FORWARD: dict[str, str] = {
     **dict.fromkeys(("q_desc", "k_desc", "v_desc", "g_desc", "out_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
     **{"beta_ptr": "*bf16", "out_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "cu_ptr": "*i32"},
-    **{"h0_ptr": "*fp32", "ht_ptr": "*fp32", "in_index_ptr": "*i32", "out_index_ptr": "*i32"},
-    **dict.fromkeys(
-        ("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots", "out_slots"), "i32"
-    ),
+    **{"h0_ptr": "*fp32", "ht_ptr": "*fp32", "slots_ptr": "*fp32", "in_index_ptr": "*i32", "out_index_ptr": "*i32"},
+    **dict.fromkeys(("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "out_slots"), "i32"),
     **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
     **{"lower_bound": "fp32", "scale": "fp32"},
 }
@@ -110,7 +109,7 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
         limits=Limits(registers=128),
         constexprs=constexprs,
         num_warps=num_warps,
-        aligned=("h0_ptr", "ht_ptr"),
+        aligned=("h0_ptr", "ht_ptr", "slots_ptr"),
     )
 
 

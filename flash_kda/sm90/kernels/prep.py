@@ -1,0 +1,341 @@
+"""Chunk factors on Hopper: what the prep warps of the kernels do with a step of raw tokens in shared memory.
+
+forward.py says what the factors are and how a stage of shared memory is laid out.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from . import flags as bits
+
+LOG2E = gl.constexpr(1.4426950408889634)
+L2_EPS = gl.constexpr(1e-6)
+# E carries 2^20: 16 tokens at lower_bound -5 span e^-80, so E is in 2^-96 .. 2^20 and 1/E in 2^-20 .. 2^96
+SHIFT = gl.constexpr(20.0)
+INV_SHIFT = gl.constexpr(2.0**-20)
+
+HAS_A_LOG = gl.constexpr(bits.HAS_A_LOG)
+HAS_DT_BIAS = gl.constexpr(bits.HAS_DT_BIAS)
+
+
+@gluon.jit
+def ex2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def ex2_neg(x):
+    """2^-x; the negation is free in the instruction."""
+    return gl.inline_asm_elementwise(
+        "{.reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t;}", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def rcp(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def split_bf16(f):
+    """fp32 factors as two bf16 terms, for `mul_split`: the first truncated, so that nothing has to be unpacked."""
+    bits = f.to(gl.int32, bitcast=True)
+    hi = (bits & -65536).to(gl.float32, bitcast=True)
+    return hi.to(gl.bfloat16), (f - hi).to(gl.bfloat16)
+
+
+@gluon.jit
+def mul_split(x, hi, lo):
+    """bf16 x times hi + lo, rounded once: two packed instructions where unpacking to fp32 takes five."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}",
+        "=r,r,r,r",
+        [x, hi, lo],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def square(x):
+    """bf16 squares, rounded."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def to_fp32(x):
+    """bf16 -> fp32, two instructions a pair (the compiler's own conversion takes three)."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;}",
+        "=f,=f,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def kept_here(x):
+    """x; what is computed from it stays where it is written, and holds no register of the other partitions."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def either(a, b):
+    """Reduction of equal values."""
+    return a
+
+
+@gluon.jit
+def scalar(mem):
+    """The value of a one-element shared-memory view."""
+    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def gate_slope(a_log_ptr, dt_ptr, head, ch, flags):
+    """-exp(A_log) log2(e) of a head, and that times dt_bias of channels `ch`: log alpha = bound / (1 + 2^(slope g + bias))."""
+    dt = gl.load(dt_ptr + head * 128 + ch, mask=(ch >= 0) & ((flags & HAS_DT_BIAS) != 0), other=0.0)
+    rate = 1.0
+    if (flags & HAS_A_LOG) != 0:
+        rate = ex2(gl.load(a_log_ptr + head) * LOG2E)
+    # Kept away from inf and 0, so that no inf * 0, 0 * inf (a masked row) or inf - inf can arise, and cut to 16 bits:
+    # products with bf16 values are then exact, and rate (g + dt_bias) in one fma is 0 where g = -dt_bias.
+    rate = gl.minimum(gl.maximum(rate * LOG2E, 1e-30), 1e18)
+    neg_rate = -((rate.to(gl.int32, bitcast=True) + 128) & -256).to(gl.float32, bitcast=True)
+    return neg_rate, gl.minimum(gl.maximum(dt, -1e18), 1e18) * neg_rate
+
+
+@gluon.jit(noinline=True)
+def mask_tile(tile, valid):
+    """Replace rows >= valid of the raw tile that starts a view of bf16 pairs; once a segment, so a function of its own."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
+    keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
+    zero = gl.zeros([16, 64], gl.int32, L)
+    # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
+    none = zero + gl.where(valid > 0.0, -0x007F0080, 0)
+    for i in gl.static_range(4):
+        rows = tile.slice(32 * i, 16)
+        if i == 2:
+            rows.store(gl.where(keep, rows.load(L), none))
+        else:
+            rows.store(gl.where(keep, rows.load(L), zero))
+
+
+@gluon.jit
+def transposed(x, L: gl.constexpr):
+    """x^T in layout L, which must hold it in the same registers."""
+    return gl.convert_layout(gl.permute(x, [1, 0]), L, assert_trivial=True)
+
+
+@gluon.jit
+def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr):
+    """d, z and m of eight tokens and 64 channels, in place; -> cumulative sum with SHIFT, and sum without."""
+    rows = block._reinterpret(gl.bfloat16, [128, 64], gl.NVMMASharedLayout(128, 16, 2))
+    kh = rows.slice(0, 8)
+    qh = rows.slice(32, 8)
+    gh = rows.slice(64, 8)
+    re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
+    g = gh.load(X_L)
+    k = kh.load(X_L)
+    q = qh.load(X_L)
+    x = gl.fma(to_fp32(g), neg_rate, bias)
+    lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
+    G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
+    carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
+    total += gl.sum(lg, 0)
+    E = ex2(G)
+    kf = to_fp32(k)
+    kh.store((kf * E).to(gl.bfloat16))
+    qh.store((to_fp32(q) * E).to(gl.bfloat16))
+    gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
+    return carry, total
+
+
+@gluon.jit
+def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr):
+    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`, 64 channels at a time."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    A = zero
+    Z = zero
+    for j in range(two):
+        panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        m = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16)
+        b = m.permute([1, 0]).load(B_L)
+        A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
+        Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
+    return A, Z
+
+
+# One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
+# (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
+@gluon.jit(noinline=True)
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
+    """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
+    B_L: gl.constexpr = gl.DotOperandLayout(1, M2, 2)
+    rm = gl.arange(0, 16, gl.SliceLayout(1, M2))[:, None]
+    cm = gl.arange(0, 16, gl.SliceLayout(0, M2))[None, :]
+    z16 = gl.zeros([16, 16], gl.float32, M2)
+    # Views with a run-time first row: a stage is two column panels of sixteen 8-row blocks of [8, 64]; a block may be
+    # looked at as the [128, 128] or [128, 64] tile that starts at it, of which only rows that exist are touched.
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
+    row0 = 32 * s + 2 * T
+    X_L: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 1], [1, 0])
+    vec_64 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC)
+    vec_16 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC)
+    vec = vec_s.index(s)
+    row_s = vec_16.index(32 * s + 24 + T)
+    z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
+    valid = scalar(vec.slice(416, 1)) - 16.0 * T
+    if valid < 16.0:
+        mask_tile(blocks.index(row0)._reinterpret(gl.int32, [128, 64], PAIRS), valid)
+    beta = row_s.load(gl.SliceLayout(1, M2))
+    beta_col = row_s.load(gl.SliceLayout(0, M2))
+    # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
+    ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
+    z8 = gl.zeros([16, 8], gl.float32, M2)
+    q0 = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+    q1 = blocks.index(row0 + 16)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+    Qn = mma_v2(square(q0), ones, z8) + mma_v2(square(q1), ones, z8)
+    vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
+    # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
+    neg_rate = scalar(vec.slice(417, 1))
+    inv_bound = scalar(vec.slice(418, 1))
+    gamma_scale = gl.where(T == 0, 1.0, 1.0 / INV_SHIFT)
+    for j in range(two):
+        bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
+        carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
+        for h in range(two):
+            carry, total = gate_rows(blocks.index(row0 + 16 * j + h), bias, neg_rate, inv_bound, carry, total, X_L)
+        # gamma1, or gamma2 2^SHIFT; of a sum without SHIFT, whose rounding would bias slow decays over many tiles
+        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
+    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
+    z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
+    rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
+    rk_s.store(rk)
+    rkc = rk_s.load(gl.SliceLayout(0, M2))
+    # The inverse T = (I - N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An
+    # accumulator is an A operand as it stands and its transpose a B operand, so T is kept together with its transpose.
+    N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
+    Nt = gl.convert_layout(gl.permute(N, [1, 0]), M2)
+    NB = transposed(Nt.to(gl.bfloat16), B_L)
+    x = rm ^ cm
+    xb = gl.arange(0, 16, gl.SliceLayout(1, B_L))[:, None] ^ gl.arange(0, 16, gl.SliceLayout(0, B_L))[None, :]
+    inv = gl.where(x == 0, 1.0, gl.where(x == 1, N, 0.0))
+    inv_t = gl.where(x == 0, 1.0, gl.where(x == 1, Nt, 0.0))
+    zb = gl.zeros([16, 16], gl.bfloat16, B_L)
+    for l in gl.static_range(1, 4):
+        ib = inv.to(gl.bfloat16)
+        itb = inv_t.to(gl.bfloat16)
+        Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16).to(gl.bfloat16)
+        inv = mma_v2(gl.convert_layout(Y, A_L), transposed(itb, B_L), inv)
+        if l < 3:
+            inv_t = mma_v2(gl.convert_layout(itb, A_L), transposed(Y, B_L), inv_t)
+    # T has a unit diagonal, so U takes it before beta / |k|, its row factor: bf16 rounds only what is off the diagonal
+    row = beta * rk
+    TU = gl.convert_layout(inv.to(gl.bfloat16), A_L)
+    TW = gl.convert_layout((inv * row[:, None] * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
+    CU = gl.zeros([16, 16], gl.bfloat16, A_L)
+    CW = CU
+    if T == 1:
+        mbarrier.wait(half, phase)
+        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L)
+        z_b.index(4 * s + 1).store((Z21 * (1.0 / INV_SHIFT)).to(gl.bfloat16))
+        C = mma_v2(TU, gl.convert_layout((L21 * (-rk)[:, None]).to(gl.bfloat16), B_L), z16)
+        CU = gl.convert_layout(C.to(gl.bfloat16), A_L)
+        CW = gl.convert_layout((C * row[:, None]).to(gl.bfloat16), A_L)
+    zero = gl.zeros([16, 64], gl.float32, M2)
+    for j in range(two):
+        panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        # m of the first tile becomes Kr1, z of the second Q; the second tile's m meets the state before its own decay
+        # does, and needs no factor
+        gamma1 = vec_64.index(8 * s + 2 + j)
+        f = gamma1.load(gl.SliceLayout(0, X_L))
+        if T == 1:
+            vec_64.index(8 * s + j).store(f * INV_SHIFT)
+        hi, lo = split_bf16(f[None, :].broadcast_to([8, 64]))
+        for h in gl.static_range(2):
+            rows = blocks.index(32 * s + 16 * j + 8 - 2 * T + h)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(0, 8)
+            rows.store(mul_split(rows.load(X_L), hi, lo))
+        kj = panel.slice(0, 16)
+        W = mma_v2(TW, kj.load(B_L), zero)
+        if T == 1:
+            W = W * gamma1.load(gl.SliceLayout(0, M2))[None, :]
+            W = mma_v2(CW, tile1.slice(0, 16).load(B_L), W)
+        kj.store(W.to(gl.bfloat16))
+        if 64 * j < VC:
+            vj = panel.slice(96, 16)
+            U = mma_v2(TU, vj.load(B_L), zero)
+            if T == 1:
+                U = mma_v2(CU, tile1.slice(96, 16).load(B_L), U)
+            vj.store((U * row[:, None]).to(gl.bfloat16))
+
+
+@gluon.jit(noinline=True)
+def skip_tile(tile_s, vec_s, z_s, half, s, phase):
+    """Factors of a second tile without tokens: zeros, and the first tile's decay."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+    V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
+    mask_tile(blocks.index(32 * s + 2)._reinterpret(gl.int32, [128, 64], PAIRS), 0.0)
+    z = z_s.index(s).slice(16, 16)
+    zero = gl.zeros([16, 16], gl.bfloat16, L)
+    z.slice(0, 16, dim=1).store(zero)
+    z.slice(16, 16, dim=1).store(zero)
+    vec = vec_s.index(s)
+    vec.slice(464, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.wait(half, phase)
+    vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
+    vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
+
+
+@gluon.jit
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr):
+    """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
+
+    The lag is there so that a second tile seldom has to wait for its first. NP is odd: first and second tiles alternate.
+    """
+    tile_s, vec_s, z_s, rk_s, bars = smem
+    rfull, half, full, empty = bars
+    two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
+    FIRST: gl.constexpr = WID + NP if WID % 2 == 1 and WID // 2 < LAG else WID
+    T = FIRST % 2 + (two - 2)
+    s = FIRST // 2 - LAG * (FIRST % 2) + (two - 2)
+    phase = two - 2
+    mbarrier.wait(rfull.index(s), phase)
+    left = scalar(vec_s.index(s).slice(416, 1))
+    while left > 0.0:
+        if left > 16.0 * T:
+            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
+        else:
+            skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
+        fence_async_shared()
+        # arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first
+        if T == 0:
+            mbarrier.arrive(half.index(s), count=1)
+        mbarrier.arrive(full.index(s), count=1)
+        s += gl.where(T == 0, NP // 2 - LAG, NP // 2 + 1 + LAG)
+        T ^= 1
+        if s >= SP:
+            s -= SP
+            phase ^= 1
+        mbarrier.wait(rfull.index(s), phase)
+        left = scalar(vec_s.index(s).slice(416, 1))
