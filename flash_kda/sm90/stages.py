@@ -16,6 +16,7 @@ from torch import Tensor
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
+from .plan import Cut
 
 WHOLE = 2**30
 """`segment_len` of a call that cuts nothing."""
@@ -104,6 +105,7 @@ def forward(
     out_index: Tensor | None = None,
     slots: Tensor | None = None,
     segment_len: int = WHOLE,
+    decided: Tensor | None = None,
     memo: dict[str, Any] | None = None,
 ) -> None:
     """Outputs of every sequence, and the states at their ends; see reference/stages.py.
@@ -116,6 +118,7 @@ def forward(
         in_index, out_index: int32.
         slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
             piece that has a successor, in the order of kernels/segments.py.
+        decided: one int32 that holds the length of pieces instead (:func:`decide`).
         memo: of the kind of call, as in :func:`refusal`.
     """
     if inputs.tokens == 0:  # a tensor map cannot describe nothing
@@ -126,7 +129,7 @@ def forward(
     if call is None:
         num_slots = 0 if slots is None else slots.shape[0]
         call = _Call.of(
-            inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index, num_slots, segment_len
+            inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index, num_slots, segment_len, decided
         )
         if memo is not None:
             memo["call"] = call
@@ -147,9 +150,34 @@ def forward(
         out.data_ptr(),
         *(
             0 if x is None else x.data_ptr()
-            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, initial_state, final_state, slots, in_index, out_index)
+            for x in (
+                inputs.A_log,
+                inputs.dt_bias,
+                cu_seqlens,
+                initial_state,
+                final_state,
+                slots,
+                decided,
+                in_index,
+                out_index,
+            )
         ),
         *call.scalars,
+    )
+
+
+def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor) -> None:
+    """Stores the length of pieces: that of ``cut`` if a sequence is long enough, else one that cuts nothing."""
+    launch.kernel("decide").launch(
+        decided.device.index,
+        (1, 1, 1),
+        cu_seqlens.data_ptr(),
+        decided.data_ptr(),
+        cu_seqlens.element_size() // 4,
+        total_tokens,
+        cu_seqlens.numel() - 1,
+        cut.segment_len,
+        cut.only_if_longer,
     )
 
 
@@ -183,6 +211,7 @@ class _Call:
         out_index: Tensor | None,
         num_slots: int,
         segment_len: int,
+        decided: Tensor | None,
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
@@ -202,6 +231,7 @@ class _Call:
                 (in_index, flags.HAS_IN_INDEX),
                 (final_state, flags.HAS_FINAL),
                 (out_index, flags.HAS_OUT_INDEX),
+                (decided, flags.CUT_ON_DEVICE),
             )
             if given is not None
         )

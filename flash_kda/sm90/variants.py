@@ -92,7 +92,14 @@ class Variant:
 _FORWARD: dict[str, str] = {
     **dict.fromkeys(("q_desc", "k_desc", "v_desc", "g_desc", "out_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
     **{"beta_ptr": "*bf16", "out_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "cu_ptr": "*i32"},
-    **{"h0_ptr": "*fp32", "ht_ptr": "*fp32", "slots_ptr": "*fp32", "in_index_ptr": "*i32", "out_index_ptr": "*i32"},
+    **{
+        "h0_ptr": "*fp32",
+        "ht_ptr": "*fp32",
+        "slots_ptr": "*fp32",
+        "cut_ptr": "*i32",
+        "in_index_ptr": "*i32",
+        "out_index_ptr": "*i32",
+    },
     **dict.fromkeys(("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len"), "i32"),
     **dict.fromkeys(("flags", "in_slots", "out_slots"), "i32"),
     **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
@@ -116,5 +123,15 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
 VARIANTS: tuple[Variant, ...] = (
     _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
     _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
+    Variant(
+        name="decide",
+        module="flash_kda.sm90.kernels.decide",
+        function="kda_decide",
+        signature={
+            **dict.fromkeys(("cu_ptr", "cut_ptr"), "*i32"),
+            **dict.fromkeys(("cu_words", "t_total", "n_seqs", "seg_len", "only_if_longer"), "i32"),
+        },
+        limits=Limits(registers=64),
+    ),
 )
-"""The variants that ship: one CTA an item, and two CTAs an item with half of V each."""
+"""The variants that ship: the forward kernel with one CTA an item, or with two that have half of V each, and whether to cut."""

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from . import flags as bits
+from .segments import scalar
 
 LOG2E = gl.constexpr(1.4426950408889634)
 L2_EPS = gl.constexpr(1e-6)
@@ -93,12 +94,6 @@ def add(a, b):
 def either(a, b):
     """Reduction of equal values."""
     return a
-
-
-@gluon.jit
-def scalar(mem):
-    """The value of a one-element shared-memory view."""
-    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
