@@ -48,8 +48,13 @@ def locate(item, layout):
                 sequence = middle
             else:
                 last = middle - 1
-    end = offset(cu_ptr, sequence + 1, seq_len, cu_words, t_total)
-    begin = gl.minimum(offset(cu_ptr, sequence, seq_len, cu_words, t_total), end)
+    begin = sequence * seq_len
+    end = begin + seq_len
+    if seq_len < 0:  # both loads before either is waited for
+        begin = gl.load(cu_ptr + sequence * cu_words)
+        end = gl.load(cu_ptr + (sequence + 1) * cu_words)
+    end = gl.minimum(end, t_total)
+    begin = gl.maximum(gl.minimum(begin, end), 0)
     length = end - begin
     before = -1
     if n_slots > 0:
