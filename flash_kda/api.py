@@ -7,6 +7,7 @@ with sequences cut into segments that run side by side. ``plan_segments``, ``sta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from . import dispatch
 from . import validation as check
-from .constants import CHUNK, EXIT_EPS, HEAD_DIM
-from .plan import SegmentPlan, plan_segments
+from .constants import CHUNK, EXIT_EPS, FIXED_SEGMENT_LEN, HEAD_DIM
+from .plan import SegmentPlan, plan_segments, processor_count
 from .reference import stages
+from .sm90 import cp
 from .sm90 import stages as sm90
+from .sm90.plan import Cut
+from .sm90.plan import choose as choose_cut
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,11 +208,27 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    told_how = fixed_plan or segment_len is not None
-    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp and told_how)
-    plan = None
-    # On Hopper the summary still comes from the reference: cut only for those who say how.
-    if auto_cp and (path == "reference" or told_how):
+    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp)
+    made = None
+    if not auto_cp:
+        _forward(problem, path, out, initial_state, final_state)
+    elif path == "sm90":
+        cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
+        if cut is None:
+            _forward(problem, path, out, initial_state, final_state)
+        else:
+            cp.forward(
+                problem.inputs,
+                problem.cu_seqlens,
+                out,
+                max_len=problem.max_len,
+                cut=cut,
+                eps=eps,
+                initial_state=initial_state,
+                final_state=final_state,
+                memo=problem.memo,
+            )
+    else:
         hint = cu_seqlens_cpu
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
@@ -220,12 +240,11 @@ def fwd_cp(
             fixed_plan=fixed_plan,
             cu_seqlens_cpu=hint,
         )
-    made = None
-    if plan is None or plan.num_slots == 0:
-        _forward(problem, path, out, initial_state, final_state)
-    else:
-        with torch.no_grad():
-            made = _forward_segments(problem, path, plan, out, initial_state, final_state, eps, certificate)
+        if plan.num_slots == 0:
+            _forward(problem, path, out, initial_state, final_state)
+        else:
+            with torch.no_grad():
+                made = _forward_segments(problem, plan, out, initial_state, final_state, eps, certificate)
     return (out, final_state, made) if certificate else (out, final_state)
 
 
@@ -436,9 +455,30 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
         _unpack(packed, out)
 
 
+def _choose_cut(
+    problem: check.Problem, segment_len: int | None, fixed_plan: bool, cu_seqlens_cpu: Tensor | Sequence[int] | None
+) -> Cut | None:
+    """Where Hopper cuts this call; None: nowhere."""
+    inputs, offsets = problem.inputs, problem.cu_seqlens
+    lengths: tuple[int, ...] | None = None
+    if offsets is None and cu_seqlens_cpu is None:
+        check.check_segment_len(segment_len, fixed_plan)
+        lengths = (problem.max_len,) * problem.num_sequences
+    else:
+        hint = check.check_plan(problem.offsets(), inputs.tokens, inputs.heads, segment_len, None, fixed_plan, cu_seqlens_cpu)
+        lengths = None if hint is None else tuple(end - start for start, end in itertools.pairwise(hint))
+    if fixed_plan:
+        segment_len = FIXED_SEGMENT_LEN
+    if segment_len is None:
+        processors = processor_count(inputs.v.device)
+        return choose_cut(inputs.tokens, problem.num_sequences, inputs.v.shape[-2], processors, lengths)
+    if lengths is not None and max(lengths, default=0) <= segment_len:
+        return None
+    return Cut.every(segment_len, inputs.tokens)
+
+
 def _forward_segments(
     problem: check.Problem,
-    path: str,
     plan: SegmentPlan,
     out: Tensor,
     initial_state: Tensor | None,
@@ -468,18 +508,6 @@ def _forward_segments(
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
     out_index = torch.where(used & last, owner, -1)
-    if path == "sm90":
-        sm90.forward(
-            inputs,
-            plan.cu_seqlens,
-            out,
-            max_len=plan.max_segment_len,
-            initial_state=handed_on,
-            in_index=in_index.int(),
-            final_state=final_state,
-            out_index=out_index.int(),
-        )
-        return None
     packed = _pack(out)
     entering = stages.forward(
         inputs,
