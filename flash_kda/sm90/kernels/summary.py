@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
-from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, kept_here, prep_tile, rcp, scalar, skip_tile
+from .prep import LOG2E, ex2, gate_slope, kept_here, prep_tile, rcp, scalar, skip_tile
 from .segments import locate
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
@@ -232,15 +232,16 @@ def consumer(work, smem, outputs, SP: gl.constexpr):
     begin, kept, length, head = extent(work)
     chunks = (kept + 15) // 16 - 2 * gl.maximum(remaining, -remaining)
     whole = chunks == (length + 15) // 16
-    gl.store(chunks_ptr + item, chunks)
-    gl.store(needs_mt_ptr + item, whole.to(gl.int32))
-    gl.store(norm_ptr + item, gl.sqrt(scalar(norm_s)) * (1.0 / NORM_SCALE))
     fill = (flags & FILL) != 0
     base = item.to(gl.int64) * 16384
     if fill | (length > 0):
         gl.store(ht_ptr + base + col * 128 + row, -H)
     if ((flags & HAS_MT) != 0) & (fill | (whole & (length > 0))):
         gl.store(mt_ptr + base + row * 128 + col, gl.where(whole, M, 0.0))
+    # last: before the other stores their addresses cost a spill
+    gl.store(chunks_ptr + item, chunks)
+    gl.store(needs_mt_ptr + item, whole.to(gl.int32))
+    gl.store(norm_ptr + item, gl.sqrt(scalar(norm_s)) * (1.0 / NORM_SCALE))
 
 
 @gluon.jit(
