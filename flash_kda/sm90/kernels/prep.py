@@ -222,14 +222,20 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
     gamma_scale = gl.where(T == 0, 1.0, 1.0 / INV_SHIFT)
+    if not Q:
+        two = scalar(z_s)
     for j in range(two):
         bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
         carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
+        if not Q:
+            two = scalar(z_s)
         for h in range(two):
             carry, total = gate_rows(blocks.index(row0 + 16 * j + h), bias, neg_rate, inv_bound, carry, total, X_L, Q)
         # gamma1, or gamma2 2^SHIFT; of a sum without SHIFT, whose rounding would bias slow decays over many tiles
         vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
+    if not Q:
+        two = scalar(z_s)
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, Q)
     if Q:
         z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
@@ -268,6 +274,8 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         CU = gl.convert_layout(C.to(gl.bfloat16), A_L)
         CW = gl.convert_layout((C * row[:, None]).to(gl.bfloat16), A_L)
     zero = gl.zeros([16, 64], gl.float32, M2)
+    if not Q:
+        two = scalar(z_s)
     for j in range(two):
         panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
         tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)

@@ -71,7 +71,7 @@ def extent(work):
 def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
     """Fill stages with steps, last to first, until all are issued or the consumers stop; then mark the end for prep."""
     layout, heads, flags, num_chunks_ptr = work
-    tile_s, vec_s, stop_s, norm_s, rk_s, bars = smem
+    tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group = params
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
@@ -83,8 +83,8 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     inv_bound = 1.0 / (gl.minimum(kept_here(lower_bound), -1e-30) * LOG2E)
     begin, kept, length, head = extent(work)
     qk_head = head // qk_group
-    neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
-    meta = gl.where(field == 1, neg_rate, inv_bound)
+    neg_rate = 0.0
+    bias = gl.zeros([128], gl.float32, V4)
     # the stop as a bound of the scaled, squared norm; nothing is at most -1, and below that there is no test
     bound = kept_here(eps) * NORM_SCALE
     bound = gl.where((flags & HAS_NUM_CHUNKS) != 0, -1.0, bound * bound)
@@ -93,13 +93,15 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     phase = 1
     done = 0
     first = (kept + 31) // 32 * 32 - 32  # of the step, counted from `begin`
+    next_logit = gl.load(beta_head + (begin + first + lane).to(gl.int64) * beta_t, mask=lane < kept - first, other=0.0)
     while first >= 0:
         t = begin + first
         left = kept - first
-        logit = gl.load(beta_head + (t + lane).to(gl.int64) * beta_t, mask=lane < left, other=0.0).to(gl.float32)
+        logit = next_logit.to(gl.float32)
+        next_logit = gl.load(beta_head + (t - 32 + lane).to(gl.int64) * beta_t, mask=lane < first, other=0.0)
         bar = rfull.index(s)
         mbarrier.wait(empty.index(s), phase)
-        if scalar(stop_s) != 0:  # written before the arrival that ended the wait
+        if scalar(loops_s) == 0:  # written before the arrival that ended the wait
             first = -1
         else:
             mbarrier.expect(bar, 32 * 256 * 3)
@@ -107,10 +109,12 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
                 tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 3))
+            if done == 0:  # after the first loads, lest they wait for this one
+                neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
-            vec.slice(416, 4).store(gl.where(field == 0, gl.minimum(left, 32).to(gl.float32), meta))
+            vec.slice(416, 4).store(gl.where(field == 0, gl.minimum(left, 32).to(gl.float32), gl.where(field == 1, neg_rate, inv_bound)))
             done += 1
             first -= 32
             test = (first < 0) | (done % 8 == 0) | ((done & (done - 1)) == 0)
@@ -134,7 +138,7 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
 @gluon.jit
 def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
     """Turns as those of prep.prep_warp; after a stop tiles are passed on as they are."""
-    tile_s, vec_s, stop_s, norm_s, rk_s, bars = smem
+    tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
     FIRST: gl.constexpr = WID + NP if WID % 2 == 1 and WID // 2 < LAG else WID
@@ -144,11 +148,11 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: 
     mbarrier.wait(rfull.index(s), phase)
     left = scalar(vec_s.index(s).slice(416, 1))
     while left > 0.0:
-        if scalar(stop_s) == 0:
+        if scalar(loops_s) != 0:
             if left > 16.0 * T:
-                prep_tile(tile_s, vec_s, vec_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128, False)
+                prep_tile(tile_s, vec_s, loops_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128, False)
             else:
-                skip_tile(tile_s, vec_s, vec_s, half.index(s), s, phase, False)
+                skip_tile(tile_s, vec_s, loops_s, half.index(s), s, phase, False)
         fence_async_shared()
         if T == 0:
             mbarrier.arrive(half.index(s), count=1)
@@ -175,10 +179,10 @@ def quarter(M, c: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, smem, outputs, SP: gl.constexpr):
+def consumer(work, smem, outputs, SP: gl.constexpr, PLO: gl.constexpr):
     """The scan, 16 rows of M and H a warp."""
     layout, heads, flags, num_chunks_ptr = work
-    tile_s, vec_s, stop_s, norm_s, rk_s, bars = smem
+    tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     ht_ptr, mt_ptr, needs_mt_ptr, chunks_ptr, norm_ptr = outputs
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16])
@@ -210,9 +214,15 @@ def consumer(work, smem, outputs, SP: gl.constexpr):
                 P, M = warpgroup_mma_wait(0, deps=(P, M))
         M = M * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
         P = warpgroup_mma_wait(0, deps=(P,))
-        Pn = gl.convert_layout((-P).to(gl.bfloat16), A_P, assert_trivial=True)
-        M = warpgroup_mma(Pn, tile.slice(0, 32), M, is_async=True)
-        H = warpgroup_mma(Pn, tile.slice(96, 32), H, is_async=True)
+        hi = (-P).to(gl.bfloat16)
+        lo = gl.convert_layout((-P - hi.to(gl.float32)).to(gl.bfloat16), A_P, assert_trivial=True)
+        hi = gl.convert_layout(hi, A_P, assert_trivial=True)
+        M = warpgroup_mma(hi, tile.slice(0, 32), M, is_async=True)
+        H = warpgroup_mma(hi, tile.slice(96, 32), H, is_async=True)
+        if PLO >= 1:
+            H = warpgroup_mma(lo, tile.slice(96, 32), H, is_async=True)
+        if PLO >= 2:
+            M = warpgroup_mma(lo, tile.slice(0, 32), M, is_async=True)
         M, H = warpgroup_mma_wait(0, deps=(M, H))
         bound = scalar(vec.slice(420, 1))
         mbarrier.arrive(empty.index(s), count=1)
@@ -226,7 +236,7 @@ def consumer(work, smem, outputs, SP: gl.constexpr):
         if s == SP:
             s = 0
             phase ^= 1
-    stop_s.store(gl.full([1], 1, gl.int32, V1))
+    loops_s.store(gl.full([1], 0, gl.int32, V1))
     mbarrier.arrive(empty.index(s), count=1)  # the producer may wait here
     item = gl.program_id(0)
     begin, kept, length, head = extent(work)
@@ -291,6 +301,7 @@ def kda_summary(
     NP: gl.constexpr,
     SP: gl.constexpr,
     LAG: gl.constexpr,
+    PLO: gl.constexpr,
 ):
     """Launch with a CTA of 512 threads an item on grid axis x: num_warps = 8. Items: rows * heads, row * heads + head.
 
@@ -317,10 +328,10 @@ def kda_summary(
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
-    stop_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
+    loops_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
     norm_s = gl.allocate_shared_memory(gl.float32, [1], VEC)
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    stop_s.store(gl.full([1], 0, gl.int32, V1))
+    loops_s.store(gl.full([1], 2, gl.int32, V1))
     rfull = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
@@ -333,12 +344,12 @@ def kda_summary(
     fence_async_shared()
     layout = (cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_len)
     work = (layout, heads, flags, num_chunks_ptr)
-    smem = (tile_s, vec_s, stop_s, norm_s, rk_s, (rfull, half, full, empty))
+    smem = (tile_s, vec_s, loops_s, norm_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group)
     outputs = (ht_ptr, mt_ptr, needs_mt_ptr, chunks_ptr, norm_ptr)
     gl.warp_specialize(
         [
-            (consumer, (work, smem, outputs, SP)),
+            (consumer, (work, smem, outputs, SP, PLO)),
             (producer_warp, (work, smem, k_desc, v_desc, g_desc, params, NP, SP, LAG)),
             (prep_warp, (smem, 0, NP, SP, LAG)),
             (prep_warp, (smem, 1, NP, SP, LAG)),
