@@ -74,7 +74,8 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group = params
-    boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    # the tiles as the six [32, 64] swizzled boxes a stage that TMA writes
+    boxes = tile_s._reinterpret(gl.bfloat16, [6 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -106,15 +107,17 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
         else:
             mbarrier.expect(bar, 32 * 256 * 3)
             for j in gl.static_range(2):
-                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
-                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
-                tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 3))
+                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(6 * s + j + 2))
+                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(6 * s + j))
+                tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(6 * s + j + 4))
             if done == 0:  # after the first loads, lest they wait for this one
                 neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
-            vec.slice(416, 4).store(gl.where(field == 0, gl.minimum(left, 32).to(gl.float32), gl.where(field == 1, neg_rate, inv_bound)))
+            vec.slice(416, 4).store(
+                gl.where(field == 0, gl.minimum(left, 32).to(gl.float32), gl.where(field == 1, neg_rate, inv_bound))
+            )
             done += 1
             first -= 32
             test = (first < 0) | (done % 8 == 0) | ((done & (done - 1)) == 0)
@@ -202,14 +205,15 @@ def consumer(work, smem, outputs, SP: gl.constexpr, PLO: gl.constexpr):
     phase = 0
     while remaining > 0:
         mbarrier.wait(full.index(s), phase)
-        tile = tile_s.index(s)
         vec = vec_s.index(s)
         M = M * vec.slice(256, 128).load(gl.SliceLayout(0, S_L))[None, :]
         # a quarter of K at a time: 8 registers of bf16 M are alive instead of 32
         P = zero
         for c in gl.static_range(4):
             A = gl.convert_layout(quarter(M, c, P_L), A_M, assert_trivial=True)
-            P = warpgroup_mma(A, tile.slice(64, 32).slice(32 * c, 32, dim=1).permute([1, 0]), P, use_acc=c > 0, is_async=True)
+            P = warpgroup_mma(
+                A, tile_s.index(3 * s + 1).slice(32 * c, 32, dim=1).permute([1, 0]), P, use_acc=c > 0, is_async=True
+            )
             if c < 3:
                 P, M = warpgroup_mma_wait(0, deps=(P, M))
         M = M * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
@@ -217,12 +221,12 @@ def consumer(work, smem, outputs, SP: gl.constexpr, PLO: gl.constexpr):
         hi = (-P).to(gl.bfloat16)
         lo = gl.convert_layout((-P - hi.to(gl.float32)).to(gl.bfloat16), A_P, assert_trivial=True)
         hi = gl.convert_layout(hi, A_P, assert_trivial=True)
-        M = warpgroup_mma(hi, tile.slice(0, 32), M, is_async=True)
-        H = warpgroup_mma(hi, tile.slice(96, 32), H, is_async=True)
+        M = warpgroup_mma(hi, tile_s.index(3 * s), M, is_async=True)
+        H = warpgroup_mma(hi, tile_s.index(3 * s + 2), H, is_async=True)
         if PLO >= 1:
-            H = warpgroup_mma(lo, tile.slice(96, 32), H, is_async=True)
+            H = warpgroup_mma(lo, tile_s.index(3 * s + 2), H, is_async=True)
         if PLO >= 2:
-            M = warpgroup_mma(lo, tile.slice(0, 32), M, is_async=True)
+            M = warpgroup_mma(lo, tile_s.index(3 * s), M, is_async=True)
         M, H = warpgroup_mma_wait(0, deps=(M, H))
         bound = scalar(vec.slice(420, 1))
         mbarrier.arrive(empty.index(s), count=1)
@@ -325,7 +329,7 @@ def kda_summary(
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [3 * SP, 32, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
     loops_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
