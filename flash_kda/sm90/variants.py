@@ -120,6 +120,35 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
     )
 
 
+_SUMMARY: dict[str, str] = {
+    **dict.fromkeys(("k_desc", "v_desc", "g_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
+    **{
+        "beta_ptr": "*bf16",
+        "a_log_ptr": "*fp32",
+        "dt_ptr": "*fp32",
+        "cu_ptr": "*i32",
+        "cut_ptr": "*i32",
+        "num_chunks_ptr": "*i32",
+    },
+    **{"ht_ptr": "*fp32", "mt_ptr": "*fp32", "needs_mt_ptr": "*i32", "chunks_ptr": "*i32", "norm_ptr": "*fp32"},
+    **dict.fromkeys(("heads", "qk_group", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len", "flags"), "i32"),
+    **{"beta_t": "i64", "beta_h": "i64", "lower_bound": "fp32", "eps": "fp32"},
+}
+
+
+def _summary(name: str, **constexprs: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.summary",
+        function="kda_summary",
+        signature=_SUMMARY,
+        limits=Limits(registers=128),
+        constexprs=constexprs,
+        num_warps=8,
+        aligned=("ht_ptr", "mt_ptr"),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
     _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
@@ -133,5 +162,7 @@ VARIANTS: tuple[Variant, ...] = (
         },
         limits=Limits(registers=64),
     ),
+    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, TERMS=2),
 )
-"""The variants that ship: the forward kernel with one CTA an item, or with two that have half of V each, and whether to cut."""
+"""The variants that ship: the forward kernel with one CTA an item, or with two that have half of V each; whether to cut; the
+state summary."""
