@@ -113,8 +113,54 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
     )
 
 
+_CHAIN: dict[str, str] = {
+    "mt_desc": "tensordesc<fp32[128,{PANEL_COLUMNS}],{PANEL!r}>",
+    **{"ht_ptr": "*fp32", "out_ptr": "*fp32", "needs_ptr": "*i8", "map_ptr": "*i32", "h0_ptr": "*fp32", "index_ptr": "*i32"},
+    **dict.fromkeys(("heads", "seq_len", "map_words", "total", "n_seqs", "n_slots", "seg_len"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "needs_slot", "needs_head"), "i32"),
+    "h0_stride": "i64",
+}
+
+
+def _chain(name: str, **constexprs: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.chain",
+        function="kda_chain",
+        signature=_CHAIN,
+        limits=Limits(registers=128, spill_bytes=512),
+        constexprs=constexprs,
+        num_warps=8,
+        aligned=("ht_ptr", "out_ptr", "h0_ptr"),
+    )
+
+
+_WARMUP: dict[str, str] = {
+    **{"g_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "map_ptr": "*i32", "num_ptr": "*i32", "fallback_ptr": "*i8"},
+    **dict.fromkeys(("heads", "total", "seq_len", "map_words", "flags"), "i32"),
+    **{"g_t": "i64", "g_h": "i64", "lower_bound": "fp32", "target": "fp32"},
+}
+
+
+def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.warmup",
+        function="kda_warmup",
+        signature=_WARMUP,
+        limits=Limits(registers=128),
+        constexprs={"CHUNKS": chunks},
+        num_warps=num_warps,
+        aligned=("g_ptr",),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
     _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
+    _chain("chain", ROWS=32, STAGES=3),
+    _chain("chain_16", ROWS=16, STAGES=3),
+    _warmup("warmup", 4, 4),
+    _warmup("warmup_16", 16, 16),
 )
 """The variants that ship: one CTA an item, and two CTAs an item with half of V each."""
