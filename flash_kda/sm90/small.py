@@ -77,9 +77,9 @@ def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps
     return num, fallback
 
 
-def chain_refusal(initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, sequences: Tensor | None) -> str | None:
+def chain_refusal(initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, seq_map: Tensor | None) -> str | None:
     """Why :func:`chain` and :func:`entering_states` cannot take these tensors, or None."""
-    for name, x in (("ht", ht), ("mt", mt), ("offsets", sequences)):
+    for name, x in (("ht", ht), ("mt", mt), ("seq_map", seq_map)):
         if x is not None and not x.is_contiguous():
             return f"{name} has strides {x.stride()}, the kernels need it contiguous"
     if initial_state is not None and (not initial_state[:1].is_contiguous() or initial_state.stride(0) % 4):
