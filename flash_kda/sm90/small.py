@@ -17,6 +17,7 @@ from .kernels import flags
 from .stages import VECTOR, _multiprocessors
 
 ROWS = 32
+FEWK = "warmup_16"
 FEW = 2
 """(segment, head) pairs for each SM up to which a longer block of tokens is read at once: latency, not bandwidth, counts."""
 
@@ -61,7 +62,7 @@ def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps
         return num, fallback
     bits = (flags.HAS_A_LOG if inputs.A_log is not None else 0) | (flags.HAS_DT_BIAS if inputs.dt_bias is not None else 0)
     few = segments * heads <= FEW * _multiprocessors(g.device.index)
-    launch.kernel("warmup_16" if few else "warmup").launch(
+    launch.kernel(FEWK if few else "warmup").launch(
         g.device.index,
         (segments * heads, 1, 1),
         *(_address(x) for x in (g, inputs.A_log, inputs.dt_bias, cu_seqlens, num, fallback)),

@@ -162,5 +162,6 @@ VARIANTS: tuple[Variant, ...] = (
     _chain("chain_16", ROWS=16, STAGES=3),
     _warmup("warmup", 4, 4),
     _warmup("warmup_16", 16, 16),
+    _warmup("warmup_32", 32, 16),
 )
 """The variants that ship: one CTA an item, and two CTAs an item with half of V each."""

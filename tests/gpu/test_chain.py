@@ -10,7 +10,9 @@ import flash_kda
 from flash_kda.sm90 import small
 
 TOLERANCE = 1e-5
-"""Relative error of a state. Three bf16 products leave about 3e-6 of each product; what goes on is contracted."""
+"""Relative error of a product of bf16 terms; a product leaves about 4e-6."""
+LONG = 3e-5
+"""The same where hundreds of products add up, each state still holding the errors of the last ten or so."""
 
 
 def effects(slots, heads, seed=0):
@@ -57,10 +59,10 @@ def run(ht, mt, needs, offsets, segment_len, start=None, index=None, **options):
     return states
 
 
-def close(states, want, ht):
+def close(states, want, ht, tolerance=TOLERANCE):
     owned = ~want[:, 0, 0, 0].isnan()
     assert states[owned].isfinite().all()
-    assert rel(states[owned], want[owned], 1).max() <= TOLERANCE
+    assert rel(states[owned], want[owned], 1).max() <= tolerance
     assert torch.equal(states[~owned].nan_to_num(), ht[~owned].nan_to_num()), "a slot that nobody owns was written"
 
 
@@ -119,7 +121,7 @@ def test_runs_longer_than_a_look_ahead(slots):
     needs = needs_of("all", slots, 1)
     offsets = [0, 32 * slots + 1]
     start = torch.randn(1, 1, D, D, device="cuda")
-    close(run(ht, mt, needs, offsets, 32, start), judge(ht, mt, needs, offsets, 32, start), ht)
+    close(run(ht, mt, needs, offsets, 32, start), judge(ht, mt, needs, offsets, 32, start), ht, LONG)
 
 
 def test_more_runs_than_ctas():

@@ -68,7 +68,7 @@ def test_ragged(heads, lower_bound):
     assert off <= 2
 
 
-@pytest.mark.parametrize("eps", [0.0, 2.0**-30, 0.5, 20.0])
+@pytest.mark.parametrize("eps", [0.0, 2.0**-30, 0.5])
 def test_targets(eps):
     if eps == 0.0:
         num, fallback = run(gates(500, 2), packed_offsets(100, 400).cuda(), eps)

@@ -22,7 +22,8 @@ Shared memory
     h [128 (K), ROWS] bf16, high and low terms, handed from one partition to the other
 
 Barriers
-    full, empty  for each stage
+    told         for each stage: what it is for stands in meta
+    full, empty  for each stage: mt is there; it has been read
     handed       phase c ends when product c has stored its h
 
 Rows of mt go through wgmma in the order 0 2 4 6 1 3 5 7 of each eight: with it the threads read the swizzled panels without
@@ -89,44 +90,42 @@ def needed(needs, slot, head, mask):
 
 @gluon.jit
 def runs(needs, layout, states, slot, head, inside):
-    """For each entry: whether a run starts there, and its sequence's first slot, last product's end and row of h0."""
+    """For each entry: whether a run starts there, 1 if with a product, and its sequence's first slot, products' end, h0 row."""
     needs_ptr, needs_slot, needs_head, heads, flags = needs
     map_ptr, seq_len, map_words, total, n_seqs, n_slots, seg_len = layout
     index_ptr, in_slots = states
     entering = (flags & ENTERING) // ENTERING
     need = needed(needs, slot, head, inside)
     before = needed(needs, slot - 1, head, inside & (slot > 0))
-    first = slot
-    last = slot
+    # the last sequence whose first slot is not behind this one; any will do where there is nothing to start
+    sequence = slot * 0
+    if n_seqs > 1:
+        if (entering != 0) | (gl.max(need.to(gl.int32), 0) > 0):
+            top = sequence + (n_seqs - 1)
+            span = n_seqs - 1
+            while span > 0:
+                middle = (sequence + top + 1) // 2
+                reached = offset(map_ptr, middle, seq_len, map_words, total) // seg_len <= slot
+                sequence = gl.where(reached, middle, sequence)
+                top = gl.where(reached, top, middle - 1)
+                span = span // 2
+    begin = offset(map_ptr, sequence, seq_len, map_words, total)
+    length = gl.maximum(offset(map_ptr, sequence + 1, seq_len, map_words, total) - begin, 0)
+    first = begin // seg_len
+    last = first + gl.maximum(length - 1 + entering, 0) // seg_len
+    owned = (first <= slot) & (slot < last)
     initial = slot * 0 - 1
-    start = inside & (entering != 0)
-    if (entering != 0) | (gl.max(need.to(gl.int32), 0) > 0):
-        # the last sequence whose first slot is not behind this one
-        sequence = slot * 0
-        top = sequence + (n_seqs - 1)
-        span = n_seqs - 1
-        while span > 0:
-            middle = (sequence + top + 1) // 2
-            reached = offset(map_ptr, middle, seq_len, map_words, total) // seg_len <= slot
-            sequence = gl.where(reached, middle, sequence)
-            top = gl.where(reached, top, middle - 1)
-            span = span // 2
-        begin = offset(map_ptr, sequence, seq_len, map_words, total)
-        length = gl.maximum(offset(map_ptr, sequence + 1, seq_len, map_words, total) - begin, 0)
-        first = begin // seg_len
-        last = first + gl.maximum(length - 1 + entering, 0) // seg_len
-        owned = (first <= slot) & (slot < last)
-        if (flags & HAS_INITIAL) != 0:
-            initial = gl.maximum(state_slot(index_ptr, sequence, flags & HAS_IN_INDEX, in_slots), -1)
-        # a segment that nobody owns is entered by zeros
-        first = gl.where(owned, first, slot)
-        last = gl.where(owned, last - entering, slot)
-        initial = gl.where(owned, initial, -1)
-        given = initial >= 0
-        before = before & (given | (slot - 1 != first)) & (slot != first)
-        product = need & (given | (slot != first)) & (slot < last)
-        start = (start | product) & (before == 0)
-    return start, first, last, initial
+    if (flags & HAS_INITIAL) != 0:
+        initial = gl.maximum(state_slot(index_ptr, sequence, flags & HAS_IN_INDEX, in_slots), -1)
+    # a segment that nobody owns is entered by zeros
+    first = gl.where(owned, first, slot)
+    last = gl.where(owned, last - entering, slot)
+    initial = gl.where(owned, initial, -1)
+    given = initial >= 0
+    before = before & (given | (slot - 1 != first)) & (slot != first)
+    product = need & (given | (slot != first)) & (slot < last)
+    start = ((inside & (entering != 0)) | product) & (before == 0)
+    return start, product.to(gl.int32), first, last, initial
 
 
 @gluon.jit
@@ -141,7 +140,7 @@ def split_pairs(x):
         "=&r,=r,r,r",
         [x],
         dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
+        is_pure=False,
         pack=2,
     )
 
@@ -174,20 +173,31 @@ def advance(s, phase, by: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def put(smem, s, phase, kind, slot, head, source):
-    """Describe what a stage asks for. The caller adds what `full` still lacks: one arrival, with or without bytes."""
-    mt_s, meta_s, hi_s, lo_s, full, empty, handed = smem
+    """Say what a stage is for, once it is free."""
+    mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
     META_L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     field = gl.arange(0, 4, META_L)
     mbarrier.wait(empty.index(s), phase)
     meta_s.index(s).store(gl.where(field == 0, kind, gl.where(field == 1, slot, gl.where(field == 2, head, source))))
-    mbarrier.arrive(full.index(s), count=1)
+    mbarrier.arrive(told.index(s), count=1)
+
+
+@gluon.jit
+def put_product(mt_desc, smem, s, phase, slot, head, heads, source):
+    """A product: say so and start the copy of its mt."""
+    mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
+    put(smem, s, phase, 1, slot, head, source)
+    bar = full.index(s)
+    mbarrier.expect(bar, 65536)
+    for p in gl.static_range(4):
+        tma.async_copy_global_to_shared(mt_desc, [(slot * heads + head) * 128, PANEL_COLUMNS * p], bar, mt_s.index(4 * s + p))
 
 
 @gluon.jit
 def producer(mt_desc, needs, layout, states, smem, GROUP: gl.constexpr, STAGES: gl.constexpr):
     """Fill stages run by run, then mark one stage for each partition as the end."""
     needs_ptr, needs_slot, needs_head, heads, flags = needs
-    mt_s, meta_s, hi_s, lo_s, full, empty, handed = smem
+    mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
     n_slots = layout[5]
     k = gl.arange(0, ENTRIES, ENTRY_L)
     groups = gl.num_programs(0) // GROUP
@@ -197,37 +207,33 @@ def producer(mt_desc, needs, layout, states, smem, GROUP: gl.constexpr, STAGES: 
     phase = mine * 0 + 1
     for base in range(0, n_slots * heads, ENTRIES):
         entry = base + k
-        start, firsts, lasts, initials = runs(needs, layout, states, entry // heads, entry % heads, entry < n_slots * heads)
+        start, product, firsts, lasts, initials = runs(
+            needs, layout, states, entry // heads, entry % heads, entry < n_slots * heads
+        )
         rank = seen - 1 + gl.associative_scan(start.to(gl.int32), 0, add)
         seen += gl.sum(start.to(gl.int32), 0)
         while mine < seen:
-            key = gl.where(start & (rank == mine), entry, -1)
+            key = gl.where(start & (rank == mine), 2 * entry + product, -1)
             found, first, last, initial = gl.reduce((key, firsts, lasts, initials), 0, greater)
-            slot = found // heads
-            head = found % heads
+            slot = found // 2 // heads
+            head = found // 2 % heads
             source = gl.where(slot > first, SLOT_BEFORE, initial)
-            steps = mine * 0 + ENTRIES
-            made = mine * 0
-            while steps == ENTRIES:
-                ahead = slot + k
-                more = needed(needs, ahead, head, ahead < last) & ((initial >= 0) | (ahead != first))
-                steps = gl.min(gl.where(more, ENTRIES, k), 0)
-                for at in range(slot, slot + steps):
-                    put(smem, s, phase, 1, at, head, source)
-                    bar = full.index(s)
-                    mbarrier.expect(bar, 65536)
-                    for p in gl.static_range(4):
-                        tma.async_copy_global_to_shared(
-                            mt_desc, [(at * heads + head) * 128, PANEL_COLUMNS * p], bar, mt_s.index(4 * s + p)
-                        )
-                    s, phase = advance(s, phase, 1, STAGES)
-                    source = source * 0 + CONTINUED
-                slot += steps
-                made += steps
-            if made == 0:
+            if found % 2 == 0:
                 put(smem, s, phase, 0, slot, head, source)
                 mbarrier.arrive(full.index(s), count=1)
                 s, phase = advance(s, phase, 1, STAGES)
+            else:
+                # the first product at once; how many follow takes another look at the flags
+                put_product(mt_desc, smem, s, phase, slot, head, heads, source)
+                s, phase = advance(s, phase, 1, STAGES)
+                steps = mine * 0 + ENTRIES
+                while steps == ENTRIES:
+                    ahead = slot + 1 + k
+                    steps = gl.min(gl.where(needed(needs, ahead, head, ahead < last), ENTRIES, k), 0)
+                    for _ in range(steps):
+                        slot += 1
+                        put_product(mt_desc, smem, s, phase, slot, head, heads, CONTINUED)
+                        s, phase = advance(s, phase, 1, STAGES)
             mine += groups
     for _ in range(2):
         put(smem, s, phase, -1, 0, 0, 0)
@@ -272,13 +278,13 @@ def entering_state(ht, h0, slot, head, heads, source, flags, ROWS: gl.constexpr,
 @gluon.jit
 def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """Products WHICH, WHICH + 2, ... of the CTA."""
-    mt_s, meta_s, hi_s, lo_s, full, empty, handed = smem
+    mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
     D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(0, D_L, 2)
     shift = (flags & ENTERING) // ENTERING
     s = gl.program_id(0) * 0 + WHICH
     phase = gl.program_id(0) * 0
-    mbarrier.wait(full.index(s), phase)
+    mbarrier.wait(told.index(s), phase)
     kind = scalar(meta_s.index(s).slice(0, 1))
     while kind >= 0:
         slot = scalar(meta_s.index(s).slice(1, 1))
@@ -292,7 +298,19 @@ def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS:
                 gl.store(out_ptr + elements(slot, head, heads, ROWS, D_L), h)
         if kind > 0:
             acc = gl.load(ht_ptr + elements(slot, head, heads, ROWS, D_L))
+            mbarrier.wait(full.index(s), phase)
             a, b, c, d, e, f, g, i = split(mt_s, s, A_L)
+            if flags < 0:
+                # Never. A use of all terms here keeps the compiler from splitting mt while the other partition waits.
+                spill = out_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + places(A_L)
+                gl.store(spill, a)
+                gl.store(spill + 4096, b)
+                gl.store(spill + 8192, c)
+                gl.store(spill + 12288, d)
+                gl.store(spill + 16384, e)
+                gl.store(spill + 20480, f)
+                gl.store(spill + 24576, g)
+                gl.store(spill + 28672, i)
             mbarrier.arrive(empty.index(s), count=1)
             mbarrier.wait(handed, (WHICH + 1) % 2)
             acc = three(a, b, hi_s, lo_s, 0, acc)
@@ -307,8 +325,13 @@ def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS:
             mbarrier.arrive(empty.index(s), count=1)
             mbarrier.arrive(handed, count=1)
         s, phase = advance(s, phase, 2, STAGES)
-        mbarrier.wait(full.index(s), phase)
+        mbarrier.wait(told.index(s), phase)
         kind = scalar(meta_s.index(s).slice(0, 1))
+
+
+@gluon.jit
+def places(A_L: gl.constexpr):
+    return gl.arange(0, 128, gl.SliceLayout(1, A_L))[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, A_L))[None, :]
 
 
 @gluon.jit
@@ -378,16 +401,18 @@ def kda_chain(
     lo_s = gl.allocate_shared_memory(gl.bfloat16, [128, ROWS], H_L)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     handed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(handed, count=1)
     for j in gl.static_range(STAGES):
-        mbarrier.init(full.index(j), count=2)
+        mbarrier.init(told.index(j), count=1)
+        mbarrier.init(full.index(j), count=1)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
     needs = (needs_ptr, needs_slot, needs_head, heads, flags)
     layout = (map_ptr, seq_len, map_words, total, n_seqs, n_slots, seg_len)
     h0 = (h0_ptr, h0_stride)
-    smem = (mt_s, meta_s, hi_s, lo_s, full, empty, handed)
+    smem = (mt_s, meta_s, hi_s, lo_s, told, full, empty, handed)
     # Registers: 512 x 112 + 128 x 32 are the 640 x 96 that the CTA starts with.
     gl.warp_specialize(
         [
