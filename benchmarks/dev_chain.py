@@ -51,14 +51,8 @@ def chain() -> None:
             start = torch.randn(1, heads, 128, 128, device="cuda") if with_start else None
             offsets = torch.tensor([0, slots * 1024 + 1], device="cuda")
             options = {"tokens": slots * 1024 + 1, "max_len": 0, "segment_len": 1024, "initial_state": start}
-            times = [
-                microseconds(lambda rows=rows: small.chain(ht, mt, needs, offsets, **options, **rows))  # noqa: B023
-                for rows in ({}, *ROWS)
-            ]
-            print(f"  {heads:3} {slots:4} {kind:5} {with_start!s:5}", *(f"{x:8.2f}" for x in times), flush=True)
-
-
-ROWS: tuple[dict[str, int], ...] = ()
+            time = microseconds(lambda: small.chain(ht, mt, needs, offsets, **options))  # noqa: B023
+            print(f"  {heads:3} {slots:4} {kind:5} {with_start!s:5} {time:8.2f}")
 
 
 def warmup() -> None:

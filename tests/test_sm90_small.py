@@ -17,6 +17,11 @@ from flash_kda.sm90.variants import VARIANTS
 SIGNATURES = {v.name: v.signature for v in VARIANTS}
 
 
+def test_rows_are_those_of_the_kernel():
+    (chain,) = (v for v in VARIANTS if v.name == "chain")
+    assert chain.constexprs["ROWS"] == small.ROWS
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """The launches of the test, as dicts of arguments by name, with ``kernel`` and ``grid``."""
@@ -139,7 +144,7 @@ def test_slots_in_place(launches):
     has(dense, seq_len=100, n_seqs=3, map_ptr=0, needs_ptr=0, flags=flags.HAS_MT)
 
 
-@pytest.mark.parametrize(("slots", "heads", "ctas"), [(1, 1, 4), (7, 16, 132), (2, 3, 24)])
+@pytest.mark.parametrize(("slots", "heads", "ctas"), [(1, 1, 8), (7, 16, 128), (2, 3, 48)])
 def test_grid(launches, slots, heads, ctas):
     states = torch.zeros(slots, heads, D, D)
     small.chain(states, states.clone(), None, packed_offsets(1000), tokens=1000, max_len=0, segment_len=64)

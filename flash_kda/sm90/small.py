@@ -16,8 +16,9 @@ from . import launch
 from .kernels import flags
 from .stages import VECTOR, _multiprocessors
 
-ROWS = 32
-FEWK = "warmup_16"
+ROWS = 16
+"""V rows of a state that a CTA of the chain carries. Measured: docs/measured.md."""
+
 FEW = 2
 """(segment, head) pairs for each SM up to which a longer block of tokens is read at once: latency, not bandwidth, counts."""
 
@@ -62,7 +63,7 @@ def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps
         return num, fallback
     bits = (flags.HAS_A_LOG if inputs.A_log is not None else 0) | (flags.HAS_DT_BIAS if inputs.dt_bias is not None else 0)
     few = segments * heads <= FEW * _multiprocessors(g.device.index)
-    launch.kernel(FEWK if few else "warmup").launch(
+    launch.kernel("warmup_16" if few else "warmup").launch(
         g.device.index,
         (segments * heads, 1, 1),
         *(_address(x) for x in (g, inputs.A_log, inputs.dt_bias, cu_seqlens, num, fallback)),
@@ -166,11 +167,10 @@ def _launch(
         bits |= 0 if given is None else bit
     if initial_state is not None and initial_state.dtype == torch.bfloat16:
         bits |= flags.INITIAL_BF16
-    rows = ROWS
-    group = HEAD_DIM // rows
+    group = HEAD_DIM // ROWS
     groups = min(slots * heads, max(1, _multiprocessors(ht.device.index) // group))
     needs = (0, 0) if needs_mt is None else tuple(stride * needs_mt.element_size() for stride in needs_mt.stride())
-    launch.kernel("chain" if ROWS == 32 else "chain_16").launch(
+    launch.kernel("chain").launch(
         ht.device.index,
         (groups * group, 1, 1),
         (_address(ht if mt is None else mt), (slots * heads * HEAD_DIM, HEAD_DIM), (HEAD_DIM, 1)),

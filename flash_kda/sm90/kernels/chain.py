@@ -99,7 +99,7 @@ def runs(needs, layout, states, slot, head, inside):
     before = needed(needs, slot - 1, head, inside & (slot > 0))
     # the last sequence whose first slot is not behind this one; any will do where there is nothing to start
     sequence = slot * 0
-    if n_seqs > 1:
+    if n_seqs > 1:  # noqa: SIM102 (apart, so that one sequence waits for no reduction)
         if (entering != 0) | (gl.max(need.to(gl.int32), 0) > 0):
             top = sequence + (n_seqs - 1)
             span = n_seqs - 1
