@@ -21,7 +21,7 @@ from . import validation as check
 from .constants import CHUNK, EXIT_EPS, FIXED_SEGMENT_LEN, HEAD_DIM
 from .plan import SegmentPlan, plan_segments, processor_count
 from .reference import stages
-from .sm90 import cp
+from .sm90 import cp, small
 from .sm90 import stages as sm90
 from .sm90.plan import Cut
 from .sm90.plan import choose as choose_cut
@@ -335,7 +335,9 @@ def get_warmup_chunks(
     """
     problem = check.check_gates(g, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
-    dispatch.choose(impl, g.device, _no_kernel)
+    path = dispatch.choose(impl, g.device, lambda: small.warmup_refusal(problem.inputs, problem.cu_seqlens))
+    if path == "sm90":
+        return small.warmup_bound(problem.inputs, problem.cu_seqlens, max_len=problem.max_len, eps=eps)
     x = problem.inputs.contiguous()
     with torch.no_grad():
         return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
@@ -348,6 +350,8 @@ def correct_initial_states(
     mt: Tensor | None,
     fallback: Tensor | None,
     seq_map: Tensor,
+    *,
+    impl: str | None = None,
 ) -> Tensor:
     """State that enters each segment: ``h[i + 1] = h[i] @ mt[i].mT + ht[i]`` along each sequence, V-first.
 
@@ -359,15 +363,18 @@ def correct_initial_states(
             skipped, by selection. None: True everywhere if mt is given.
         seq_map: ``[N + 1]`` int32 or int64: sequence n owns segments ``seq_map[n] .. seq_map[n + 1] - 1``
             (``SegmentPlan.seq_map``).
+        impl: as in :func:`fwd`.
 
     Returns:
         ``[NS, H, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
 
     Raises:
-        ValueError: also if fallback is True somewhere and mt is None (checked where free).
+        As :func:`fwd`. ValueError also if fallback is True somewhere and mt is None (checked where free).
     """
     needs_mt = check.check_correction(initial_state, ht, mt, fallback, seq_map)
-    dispatch.choose("reference", ht.device)
+    path = dispatch.choose(impl, ht.device, lambda: small.chain_refusal(initial_state, ht, mt, seq_map))
+    if path == "sm90":
+        return small.entering_states(initial_state, ht, mt, needs_mt, seq_map)
     rows = ht.shape[0]
     with torch.no_grad():
         ends = stages.chain(initial_state, ht, mt, needs_mt, seq_map, max_slots=rows)
