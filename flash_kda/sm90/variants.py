@@ -164,7 +164,7 @@ def _chain(name: str, **constexprs: int) -> Variant:
         module="flash_kda.sm90.kernels.chain",
         function="kda_chain",
         signature=_CHAIN,
-        limits=Limits(registers=128, spill_bytes=144),
+        limits=Limits(registers=128, spill_bytes=192),
         constexprs=constexprs,
         num_warps=8,
         aligned=("ht_ptr", "out_ptr", "h0_ptr"),

@@ -300,17 +300,6 @@ def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS:
             acc = gl.load(ht_ptr + elements(slot, head, heads, ROWS, D_L))
             mbarrier.wait(full.index(s), phase)
             a, b, c, d, e, f, g, i = split(mt_s, s, A_L)
-            if flags < 0:
-                # Never. A use of all terms here keeps the compiler from splitting mt while the other partition waits.
-                spill = out_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + places(A_L)
-                gl.store(spill, a)
-                gl.store(spill + 4096, b)
-                gl.store(spill + 8192, c)
-                gl.store(spill + 12288, d)
-                gl.store(spill + 16384, e)
-                gl.store(spill + 20480, f)
-                gl.store(spill + 24576, g)
-                gl.store(spill + 28672, i)
             mbarrier.arrive(empty.index(s), count=1)
             mbarrier.wait(handed, (WHICH + 1) % 2)
             acc = three(a, b, hi_s, lo_s, 0, acc)
@@ -327,11 +316,6 @@ def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS:
         s, phase = advance(s, phase, 2, STAGES)
         mbarrier.wait(told.index(s), phase)
         kind = scalar(meta_s.index(s).slice(0, 1))
-
-
-@gluon.jit
-def places(A_L: gl.constexpr):
-    return gl.arange(0, 128, gl.SliceLayout(1, A_L))[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, A_L))[None, :]
 
 
 @gluon.jit
