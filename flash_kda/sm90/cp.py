@@ -62,7 +62,7 @@ def forward(
         The others as in :func:`.stages.forward`.
     """
     heads, device = inputs.v.shape[-2], out.device
-    kept: dict[str, Any] = {} if memo is None else memo.setdefault(cut, {})
+    kept: dict[str, Any] = {} if memo is None else memo.setdefault(f"cut {cut}", {})
     workspace = torch.empty(2, cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
     slots, mt = workspace.unbind()
     needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
@@ -99,6 +99,7 @@ def forward(
         decided=decided,
         initial_state=initial_state,
         in_index=in_index,
+        overlap=True,
     )
     stages.forward(
         inputs,
@@ -112,6 +113,7 @@ def forward(
         slots=slots,
         segment_len=cut.segment_len,
         decided=decided,
+        overlap=True,
         memo=kept,
     )
     return Scan(slots, needs_mt, chunks, norm)

@@ -101,8 +101,10 @@ def chain(
     tokens: int,
     max_len: int,
     segment_len: int,
+    decided: Tensor | None = None,
     initial_state: Tensor | None = None,
     in_index: Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """States at the ends of the pieces that have a successor, in place of their effects: ``h <- h mt^T + ht``, V-first.
 
@@ -116,13 +118,29 @@ def chain(
             None and mt is given.
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets, or None for sequences of ``max_len`` tokens each.
         tokens: T_total.
-        segment_len: every ``segment_len`` tokens a sequence is cut.
+        segment_len, decided: every ``segment_len`` tokens a sequence is cut, as in :func:`.stages.forward`.
         initial_state: ``[N or pool, H, V, K]`` bf16 or fp32, or None for zeros.
         in_index: ``[N]`` int32, each sequence's row of ``initial_state``; out of range for zeros.
+        overlap: the kernel before on the stream is the state summary; start beside its end.
     """
     sequences = tokens // max_len if cu_seqlens is None and max_len else 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     dense = max_len if cu_seqlens is None else -1
-    _launch(slots, slots, mt, needs_mt, cu_seqlens, dense, tokens, sequences, segment_len, initial_state, in_index, 0)
+    _launch(
+        slots,
+        slots,
+        mt,
+        needs_mt,
+        cu_seqlens,
+        dense,
+        tokens,
+        sequences,
+        segment_len,
+        decided,
+        initial_state,
+        in_index,
+        0,
+        overlap,
+    )
 
 
 def entering_states(
@@ -137,7 +155,7 @@ def entering_states(
     if sequences < 1:
         return torch.zeros_like(ht)
     out = torch.empty_like(ht)
-    _launch(ht, out, mt, fallback, seq_map, -1, ht.shape[0], sequences, 1, initial_state, None, flags.ENTERING)
+    _launch(ht, out, mt, fallback, seq_map, -1, ht.shape[0], sequences, 1, None, initial_state, None, flags.ENTERING, False)
     return out
 
 
@@ -151,9 +169,11 @@ def _launch(
     total: int,
     sequences: int,
     segment_len: int,
+    decided: Tensor | None,
     initial_state: Tensor | None,
     in_index: Tensor | None,
     bits: int,
+    overlap: bool,
 ) -> None:
     slots, heads = ht.shape[:2]
     if slots * heads == 0 or sequences < 1 or (mt is None and not bits & flags.ENTERING):
@@ -163,6 +183,7 @@ def _launch(
         (in_index, flags.HAS_IN_INDEX),
         (mt, flags.HAS_MT),
         (None if mt is None else needs_mt, flags.HAS_NEEDS),
+        (decided, flags.CUT_ON_DEVICE),
     ):
         bits |= 0 if given is None else bit
     if initial_state is not None and initial_state.dtype == torch.bfloat16:
@@ -174,7 +195,7 @@ def _launch(
         ht.device.index,
         (groups * group, 1, 1),
         (_address(ht if mt is None else mt), (slots * heads * HEAD_DIM, HEAD_DIM), (HEAD_DIM, 1)),
-        *(_address(x) for x in (ht, out, needs_mt, offsets, initial_state, in_index)),
+        *(_address(x) for x in (ht, out, needs_mt, offsets, decided, initial_state, in_index)),
         heads,
         dense,
         _words(offsets),
@@ -186,6 +207,7 @@ def _launch(
         0 if initial_state is None else initial_state.shape[0],
         *needs,
         0 if initial_state is None else initial_state.stride(0),
+        overlap=overlap,
     )
 
 

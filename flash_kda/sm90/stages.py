@@ -130,6 +130,7 @@ def forward(
     slots: Tensor | None = None,
     segment_len: int = WHOLE,
     decided: Tensor | None = None,
+    overlap: bool = False,
     memo: dict[str, Any] | None = None,
 ) -> None:
     """Outputs of every sequence, and the states at their ends; see reference/stages.py.
@@ -143,6 +144,7 @@ def forward(
         slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
             piece that has a successor, in the order of kernels/segments.py.
         decided: one int32 that holds the length of pieces instead (:func:`decide`).
+        overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
     if inputs.tokens == 0:  # a tensor map cannot describe nothing
@@ -187,6 +189,7 @@ def forward(
             )
         ),
         *call.scalars,
+        overlap=overlap,
     )
 
 

@@ -151,7 +151,15 @@ def _summary(name: str, **constexprs: int) -> Variant:
 
 _CHAIN: dict[str, str] = {
     "mt_desc": "tensordesc<fp32[128,{PANEL_COLUMNS}],{PANEL!r}>",
-    **{"ht_ptr": "*fp32", "out_ptr": "*fp32", "needs_ptr": "*i8", "map_ptr": "*i32", "cut_ptr": "*i32", "h0_ptr": "*fp32", "index_ptr": "*i32"},
+    **{
+        "ht_ptr": "*fp32",
+        "out_ptr": "*fp32",
+        "needs_ptr": "*i8",
+        "map_ptr": "*i32",
+        "cut_ptr": "*i32",
+        "h0_ptr": "*fp32",
+        "index_ptr": "*i32",
+    },
     **dict.fromkeys(("heads", "seq_len", "map_words", "total", "n_seqs", "n_slots", "seg_len"), "i32"),
     **dict.fromkeys(("flags", "in_slots", "needs_slot", "needs_head"), "i32"),
     "h0_stride": "i64",

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
+from .overlap import let_next_start, wait_for_previous
 from .prep import add, kept_here, scalar
 from .segments import offset, state_slot
 
@@ -60,6 +61,7 @@ READ_L = gl.constexpr(
 )
 
 HAS_INITIAL = gl.constexpr(bits.HAS_INITIAL)
+CUT_ON_DEVICE = gl.constexpr(bits.CUT_ON_DEVICE)
 INITIAL_BF16 = gl.constexpr(bits.INITIAL_BF16)
 HAS_IN_INDEX = gl.constexpr(bits.HAS_IN_INDEX)
 HAS_MT = gl.constexpr(bits.HAS_MT)
@@ -348,6 +350,7 @@ def kda_chain(
     out_ptr,
     needs_ptr,
     map_ptr,
+    cut_ptr,
     h0_ptr,
     index_ptr,
     heads,
@@ -374,9 +377,14 @@ def kda_chain(
             HAS_NEEDS (else all do).
         map_ptr: [n_seqs + 1] as 32-bit words map_words apart, token offsets in the terms of segments.py (`total` tokens,
             pieces of seg_len, seq_len >= 0 if dense). ENTERING: offsets of segments, total = n_slots, seg_len = 1.
+        cut_ptr: one int32, read instead of seg_len if `flags` says so (decide.py).
         h0_ptr: [in_slots, heads, 128, 128] fp32 or (`flags`) bf16 behind the same pointer type, slots h0_stride elements
             apart, a multiple of 4; index_ptr: [n_seqs] row of each sequence, out of range for zeros. Read if `flags` say so.
     """
+    let_next_start()
+    wait_for_previous()
+    if (flags & CUT_ON_DEVICE) != 0:
+        seg_len = gl.load(cut_ptr)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     H_L: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     mt_s = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 128, PANEL_COLUMNS], PANEL)

@@ -55,6 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
+from .overlap import wait_for_previous
 from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, kept_here, prep_warp, rcp, to_fp32
 from .segments import locate, scalar, state_slot
 
@@ -168,6 +169,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     s_off = (vchan + sv) * 128 + sk
     ov = gl.arange(0, MV, gl.SliceLayout(1, R_L))[:, None]
     ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
+    wait_for_previous()  # only these warps read what the chain writes; the others begin without it
     s = 0
     phase = 0
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
+from .overlap import let_next_start
 from .prep import LOG2E, ex2, gate_slope, kept_here, prep_tile, rcp, skip_tile
 from .segments import locate, scalar
 
@@ -345,6 +346,7 @@ def kda_summary(
         eps: fp32, the scan stops at ||M||_F <= eps.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. LAG: as in kda_forward.
     """
+    let_next_start()
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [3 * SP, 32, 128], TILE)
