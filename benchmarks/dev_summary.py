@@ -29,7 +29,7 @@ PROCESSORS = 132
 
 def use(spec: str) -> None:
     """Launch the configuration from now on."""
-    names = ("CR", "PR", "NP", "SP", "LAG", "PLO")
+    names = ("CR", "PR", "NP", "SP", "LAG", "TERMS")
     shipped = next(v for v in VARIANTS if v.name == "summary")
     variant = dataclasses.replace(shipped, constexprs=dict(zip(names, map(int, spec.split(",")), strict=True)))
     folder = Path(tempfile.mkdtemp())

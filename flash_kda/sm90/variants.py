@@ -138,6 +138,6 @@ def _summary(name: str, **constexprs: int) -> Variant:
 VARIANTS: tuple[Variant, ...] = (
     _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
     _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
-    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, PLO=1),
+    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, TERMS=2),
 )
 """The variants that ship: forward with one CTA an item, and with two CTAs an item with half of V each; state summary."""

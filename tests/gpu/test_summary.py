@@ -92,13 +92,12 @@ def test_whole_segments(name):
     assert got.mt.isfinite().all()
     ours, theirs = rel(got.ht, want.ht, 1).max(), rel(serial_state(case), want.ht, 1).max()
     error = (got.mt - want.mt).norm(dim=(2, 3))
-    print(name, "ht", ours.item(), "serial", theirs.item(), "mt", (error / want.norm)[0].tolist(), want.norm[0].tolist())
     assert ours <= max(BOUND, SERIAL * theirs), (ours, theirs)
     bound = torch.where(want.norm > 0.1, max(BOUND, SERIAL * theirs), MT_BOUND)
     assert (error <= bound * want.norm + 1e-6).all(), (error / want.norm, want.norm)
     assert (got.chunks == 33).all()
     assert (got.needs_mt == 1).all()
-    assert torch.allclose(got.norm.double(), want.norm, rtol=MT_BOUND, atol=1e-6)
+    assert ((got.norm - want.norm).abs() <= bound * want.norm + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -136,8 +135,7 @@ def test_chained_states_are_the_serial_ones(name):
         part = case.cut(0, cut * (j + 1))
         want = oracle(part, offsets(part.tokens), num_chunks=everything(1, 4)).ht
         ours, theirs = rel(states[j : j + 1], want, 1), rel(serial_state(part), want, 1)
-        print(name, j, "ours", ours.tolist(), "serial", theirs.tolist())
-        most, mean = (1.5, 1.4) if name == "random_5" else (1.25, 1.1)
+        most, mean = (1.3, 1.25) if name == "random_5" else (1.25, 1.1)
         assert (ours <= most * theirs).all(), (ours, theirs)
         assert ours.mean() <= mean * theirs.mean(), (ours, theirs)
 
