@@ -292,7 +292,9 @@ def state_only(
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
         num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
-    dispatch.choose(impl, k.device, _no_kernel)
+    path = dispatch.choose(impl, k.device, lambda: sm90.summary_refusal(problem.inputs, problem.cu_seqlens, problem.memo))
+    if path == "sm90":
+        return _summary(problem, num_warmup_chunks, calc_mt, eps, return_info)
     with torch.no_grad():
         summary = stages.state_summary(
             problem.inputs, problem.offsets(), max_len=problem.max_len, num_chunks=num_warmup_chunks, eps=eps
@@ -432,11 +434,6 @@ def _choose(
     return dispatch.choose(impl, out.device, refusal)
 
 
-def _no_kernel() -> str:
-    """Why a stage that only the reference has is not run by kernels."""
-    return "this version has no kernel for it, only for the forward stage"
-
-
 def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
     if path == "sm90":
         sm90.forward(
@@ -460,6 +457,33 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             final_state=final_state,
         )
         _unpack(packed, out)
+
+
+def _summary(
+    problem: check.Problem, num_chunks: Tensor | None, calc_mt: bool, eps: float, return_info: bool
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, SummaryInfo] | tuple[Tensor, Tensor, SummaryInfo]:
+    """What :func:`state_only` returns, by the Hopper kernel."""
+    rows, device = (problem.num_sequences, problem.inputs.v.shape[-2]), problem.inputs.v.device
+    ht = torch.empty(*rows, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
+    mt = torch.empty_like(ht) if calc_mt else None
+    needs_mt, chunks = torch.empty(2, *rows, dtype=torch.int32, device=device).unbind()
+    norm = torch.empty(rows, dtype=torch.float32, device=device)
+    sm90.state_summary(
+        problem.inputs,
+        problem.cu_seqlens,
+        max_len=problem.max_len,
+        ht=ht,
+        mt=mt,
+        needs_mt=needs_mt,
+        chunks=chunks,
+        norm=norm,
+        num_chunks=None if num_chunks is None else num_chunks.to(torch.int32).contiguous(),
+        eps=eps,
+    )
+    if not return_info:
+        return ht if mt is None else (ht, mt)
+    info = SummaryInfo(needs_mt.bool(), chunks, norm)
+    return (ht, info) if mt is None else (ht, mt, info)
 
 
 def _choose_cut(

@@ -31,8 +31,15 @@ def launches(monkeypatch):
         def __init__(self, name):
             self.name = name
 
-        def launch(self, device, grid, *arguments):
-            seen.append({"kernel": self.name, "grid": grid, **dict(zip(SIGNATURES[self.name], arguments, strict=True))})
+        def launch(self, device, grid, *arguments, overlap=False):
+            seen.append(
+                {
+                    "kernel": self.name,
+                    "grid": grid,
+                    "overlap": overlap,
+                    **dict(zip(SIGNATURES[self.name], arguments, strict=True)),
+                }
+            )
 
     monkeypatch.setattr(launch, "kernel", Kernel)
     monkeypatch.setattr(small, "_multiprocessors", lambda _device: 132)

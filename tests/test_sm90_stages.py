@@ -8,13 +8,14 @@ import torch
 from cases import D, packed_offsets
 
 import flash_kda
-from flash_kda import dispatch
-from flash_kda.sm90 import launch, stages
+from flash_kda import api, dispatch, validation
+from flash_kda.constants import EXIT_EPS
+from flash_kda.reference import Inputs
+from flash_kda.sm90 import launch, small, stages
 from flash_kda.sm90.kernels import flags
 from flash_kda.sm90.variants import VARIANTS
 
-FORWARD = [v for v in VARIANTS if v.name.startswith("forward")]
-SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
+SIGNATURES = {v.name: v.signature for v in VARIANTS}
 
 
 @pytest.fixture
@@ -26,11 +27,20 @@ def launches(monkeypatch):
         def __init__(self, name):
             self.name = name
 
-        def launch(self, device, grid, *arguments):
-            seen.append({"kernel": self.name, "grid": grid, **dict(zip(SIGNATURE, arguments, strict=True))})
+        def launch(self, device, grid, *arguments, overlap=False):
+            seen.append(
+                {
+                    "kernel": self.name,
+                    "grid": grid,
+                    "overlap": overlap,
+                    **dict(zip(SIGNATURES[self.name], arguments, strict=True)),
+                }
+            )
 
     monkeypatch.setattr(launch, "kernel", Kernel)
     monkeypatch.setattr(stages, "_multiprocessors", lambda _device: 132)
+    monkeypatch.setattr(small, "_multiprocessors", lambda _device: 132)
+    monkeypatch.setattr(api, "processor_count", lambda _device: 132)
     monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
     return seen
 
@@ -40,9 +50,8 @@ def fwd(case, **options):
     return flash_kda.fwd(**arguments, impl="sm90")
 
 
-def test_variants_share_one_signature():
-    assert {v.name for v in FORWARD} == {"forward", "forward_split_v"}
-    assert all(v.signature == SIGNATURE for v in FORWARD)
+def test_forward_variants_share_one_signature():
+    assert SIGNATURES["forward"] == SIGNATURES["forward_split_v"]
 
 
 def test_dense_batch(launches):
@@ -134,16 +143,79 @@ def test_no_tokens_launch_nothing(launches):
     assert not launches
 
 
-def test_segments_carry_indices(launches):
+def fwd_cp(case, **options):
+    return flash_kda.fwd_cp(**{**vars(case), "out": torch.zeros_like(case.q), **options}, impl="sm90")
+
+
+def test_a_cut_call_is_summary_chain_and_forward(launches):
     case = cases.random(200, 1)
     start, final = cases.state(1, 1), cases.nan_state(1, 1)
-    arguments = {**vars(case), "out": torch.zeros_like(case.q), "initial_state": start, "final_state": final}
-    flash_kda.fwd_cp(**arguments, segment_len=64, impl="sm90")
+    fwd_cp(case, initial_state=start, final_state=final, segment_len=64, eps=0.5)
+    summary, chain, forward = launches
+    assert [call["kernel"] for call in launches] == ["summary", "chain", "forward_split_v"]
+    assert [call["overlap"] for call in launches] == [False, True, True]
+    for call in launches:
+        assert (call["n_slots"], call["seg_len"], call["n_seqs"]) == (3, 64, 1)
+        assert not call["flags"] & flags.CUT_ON_DEVICE
+    assert summary["ht_ptr"] == chain["ht_ptr"] == chain["out_ptr"] == forward["slots_ptr"]
+    assert summary["mt_ptr"] == chain["mt_desc"][0]
+    assert summary["needs_mt_ptr"] == chain["needs_ptr"]
+    assert summary["eps"] == 0.5
+    assert chain["h0_ptr"] == forward["h0_ptr"] == start.data_ptr()
+    assert forward["ht_ptr"] == final.data_ptr()
+    assert forward["n_items"] == 4
+    assert not summary["flags"] & flags.FILL
+
+
+def test_one_long_sequence_is_cut_by_itself(launches):
+    fwd_cp(cases.random(4096, 12))
+    assert [call["kernel"] for call in launches] == ["summary", "chain", "forward"]
+    assert launches[2]["n_slots"] == (4096 - 1) // launches[2]["seg_len"]
+
+
+def test_short_sequences_are_not_cut(launches):
+    fwd_cp(cases.random(64, 2))
+    fwd_cp(cases.random(128, 2), cu_seqlens=torch.tensor([0, 64, 128]))
+    fwd_cp(cases.random(4096, 2), auto_cp=False)
+    fwd_cp(cases.random(128, 2), segment_len=128)
+    assert [call["kernel"] for call in launches] == ["forward_split_v"] * 4
+    assert not any(call["overlap"] for call in launches)
+
+
+def test_unseen_lengths_are_looked_at_on_the_device(launches, monkeypatch):
+    monkeypatch.setattr(validation, "readable", lambda _x: False)
+    case = cases.random(8192, 8)
+    offsets = torch.tensor([0, 8000, *range(8008, 8192, 8), 8192])
+    fwd_cp(case, cu_seqlens=offsets)
+    assert [call["kernel"] for call in launches] == ["decide", "summary", "chain", "forward"]
+    decide, *others = launches
+    assert decide["only_if_longer"] > 2 * decide["seg_len"]
+    assert all(call["flags"] & flags.CUT_ON_DEVICE for call in others)
+    assert all(call["cut_ptr"] == decide["cut_ptr"] for call in others)
+    launches.clear()
+    fwd_cp(case, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
+    assert [call["kernel"] for call in launches] == ["summary", "chain", "forward"]
+
+
+def test_state_only_is_one_launch(launches):
+    case = cases.random(100, 2)
+    offsets = torch.tensor([0, 40, 100])
+    arguments = {name: getattr(case, name) for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound")}
+    forced = torch.tensor([1, 2])
+    ht, mt, info = flash_kda.state_only(
+        **arguments, cu_seqlens=offsets, calc_mt=True, num_warmup_chunks=forced, return_info=True, impl="sm90"
+    )
     (call,) = launches
-    assert call["n_items"] == 4
-    assert (call["in_slots"], call["out_slots"]) == (4, 1)
-    assert call["flags"] & flags.HAS_IN_INDEX
-    assert call["flags"] & flags.HAS_OUT_INDEX
+    assert call["kernel"] == "summary"
+    assert call["grid"] == (4, 1, 1)
+    assert call["flags"] & flags.FILL
+    assert call["flags"] & flags.HAS_NUM_CHUNKS
+    assert (call["ht_ptr"], call["mt_ptr"]) == (ht.data_ptr(), mt.data_ptr())
+    assert call["chunks_ptr"] == info.chunks.data_ptr()
+    assert info.fallback.dtype == torch.bool
+    launches.clear()
+    flash_kda.state_only(**arguments, cu_seqlens=offsets, impl="sm90")
+    assert launches[0]["mt_ptr"] == 0
 
 
 @pytest.mark.parametrize(
@@ -165,3 +237,92 @@ def test_what_does_not_fit_is_refused_by_name(launches, change, reason):
     out, _ = flash_kda.fwd(**{**vars(change(case)), "out": None})
     assert flash_kda.last_path() == "reference"
     assert out.isfinite().all()
+
+
+def outputs(rows, heads):
+    count = torch.zeros(2, rows, heads, dtype=torch.int32)
+    state = torch.full((2, rows, heads, D, D), torch.nan)
+    return {"ht": state[0], "mt": state[1], "needs_mt": count[0], "chunks": count[1], "norm": torch.zeros(rows, heads)}
+
+
+def summarise(case, cu_seqlens=None, **options):
+    inputs = Inputs(None, case.k, case.v, case.g, case.beta, case.A_log, case.dt_bias, case.lower_bound)
+    assert stages.summary_refusal(inputs, cu_seqlens, {}) is None
+    stages.state_summary(inputs, cu_seqlens, max_len=case.tokens, **options)
+
+
+def test_summary_of_a_dense_batch(launches):
+    case = cases.random(40, 6, batch=2)
+    case = replace(case, k=case.k[:, :, :2].contiguous())
+    into = outputs(2, 6)
+    summarise(case, **into, eps=0.25)
+    (call,) = launches
+    assert (call["kernel"], call["grid"]) == ("summary", (12, 1, 1))
+    assert call["k_desc"] == (case.k.data_ptr(), (80, 2, D), (2 * D, D, 1))
+    for name in "vg":
+        x = getattr(case, name)
+        assert call[f"{name}_desc"] == (x.data_ptr(), (80, 6, D), (6 * D, D, 1))
+    pointers = {"beta": case.beta, "a_log": case.A_log, "dt": case.dt_bias, "cu": None, "num_chunks": None, **into}
+    assert {n: call[f"{n}_ptr"] for n in pointers} == {n: 0 if x is None else x.data_ptr() for n, x in pointers.items()}
+    scalars = {
+        "heads": 6, "qk_group": 3, "t_total": 80, "seq_len": 40, "cu_words": 1, "n_seqs": 2, "n_slots": 0,
+        "seg_len": stages.WHOLE, "beta_t": 6, "beta_h": 1, "lower_bound": case.lower_bound, "eps": 0.25,
+        "flags": flags.HAS_A_LOG | flags.HAS_DT_BIAS | flags.HAS_MT | flags.FILL,
+    }  # fmt: skip
+    assert {name: call[name] for name in scalars} == scalars
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_summary_of_slots(launches, dtype):
+    case = replace(cases.random(300, 2), A_log=None, dt_bias=None)
+    offsets = packed_offsets(100, 0, 200, dtype=dtype)
+    wanted = torch.ones(4, 2, dtype=torch.int32)
+    into = outputs(4, 2) | {"mt": None}
+    summarise(case, offsets, **into, num_slots=4, segment_len=64, num_chunks=wanted, fill=False)
+    (call,) = launches
+    assert call["grid"] == (8, 1, 1)
+    assert (call["cu_ptr"], call["cu_words"], call["seq_len"]) == (offsets.data_ptr(), dtype.itemsize // 4, -1)
+    assert (call["n_seqs"], call["n_slots"], call["seg_len"], call["t_total"]) == (3, 4, 64, 300)
+    assert (call["mt_ptr"], call["num_chunks_ptr"], call["a_log_ptr"]) == (0, wanted.data_ptr(), 0)
+    assert call["flags"] == flags.HAS_NUM_CHUNKS
+    assert call["eps"] == EXIT_EPS
+
+
+def test_summary_memo_keeps_no_address_and_no_eps(launches):
+    memo = {}
+    for seed in (1, 2):
+        case = cases.random(40, 2, seed=seed)
+        summarise(case, **outputs(1, 2), eps=0.5**seed, memo=memo)
+        assert launches[-1]["k_desc"][0] == case.k.data_ptr()
+        assert launches[-1]["eps"] == 0.5**seed
+
+
+def test_summary_of_no_tokens_launches_nothing(launches):
+    into = outputs(2, 1)
+    summarise(cases.random(0, 1), packed_offsets(0, 0), **into)
+    assert not launches
+    assert not into["ht"].any()
+    assert torch.equal(into["mt"], torch.eye(D).expand(2, 1, D, D))
+    assert torch.equal(into["norm"], torch.full((2, 1), D**0.5))
+    assert (into["needs_mt"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c: replace(c, g=c.g.float()), "g is torch.float32"),
+        (lambda c: replace(c, k=torch.zeros(1, 64, 2, D + 1, dtype=torch.bfloat16)[..., 1:]), "k has strides"),
+        (lambda c: replace(c, v=torch.zeros(64 * 2 * D + 1, dtype=torch.bfloat16)[1:].view(1, 64, 2, D)), "v starts at"),
+        (lambda c: replace(c, dt_bias=torch.zeros(2, 2 * D)[:, ::2]), "dt_bias has strides"),
+    ],
+)
+def test_summary_refuses_by_name(change, reason):
+    c = change(cases.random(64, 2))
+    inputs = Inputs(None, c.k, c.v, c.g, c.beta, c.A_log, c.dt_bias, c.lower_bound)
+    assert reason in stages.summary_refusal(inputs, None, {})
+
+
+def test_summary_refuses_strided_offsets():
+    c = cases.random(64, 2)
+    inputs = Inputs(None, c.k, c.v, c.g, c.beta, c.A_log, c.dt_bias, c.lower_bound)
+    assert "cu_seqlens has stride 2" in stages.summary_refusal(inputs, torch.tensor([[0, 9], [64, 9]])[:, 0], {})

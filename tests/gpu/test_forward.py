@@ -491,7 +491,7 @@ def test_cubin_and_jit_give_the_same_bits(monkeypatch, name, batch):
 
     def kernel(asked):
         class ThroughJit:
-            def launch(self, device, grid, *arguments):
+            def launch(self, device, grid, *arguments, overlap=False):
                 launched.append((asked, device))
                 given = dict(zip(variant.signature, arguments, strict=True))
                 for argument, kind in variant.signature.items():
