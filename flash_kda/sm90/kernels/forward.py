@@ -39,7 +39,8 @@ The producer alone tells prep what to do: a prep warp keeps nothing but its tile
 that live across the call into `prep_tile` are registers that it cannot use.
 
 Rows past the end of a segment may hold a neighbour's tokens. Before anything reads them they are replaced, by selection:
-zeros in k, q, v and -inf in g, which makes their decay exactly 1. They are never stored.
+zeros in k, v and -inf in g, which makes their decay exactly 1. What comes of q (z, Q, Z, 1/|q|) stays in the row of its
+token, and the rows past the end are never stored.
 
 Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e30; beyond, a token may overflow into its step.
 """

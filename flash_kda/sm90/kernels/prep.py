@@ -116,19 +116,21 @@ def gate_slope(a_log_ptr, dt_ptr, head, ch, flags):
 
 
 @gluon.jit(noinline=True)
-def mask_tile(tile, valid):
-    """Replace rows >= valid of the raw tile that starts a view of bf16 pairs; once a segment, so a function of its own."""
+def mask_tile(tile_s, block, valid, two):
+    """Replace rows >= valid of the raw tile whose k starts at 8-row block `block`; q keeps them, and they stay in their rows.
+
+    Run once a segment, it is seldom in the instruction cache: a small loop, not fast code.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
-    keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
-    zero = gl.zeros([16, 64], gl.int32, L)
-    # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
-    none = zero + gl.where(valid > 0.0, -0x007F0080, 0)
-    for i in gl.static_range(4):
-        rows = tile.slice(32 * i, 16)
-        if i == 2:
-            rows.store(gl.where(keep, rows.load(L), none))
-        else:
-            rows.store(gl.where(keep, rows.load(L), zero))
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+    row = gl.arange(0, 8, gl.SliceLayout(1, L)).to(gl.float32)[:, None]
+    for i in range(3 * two):  # k, g, v, two blocks each; q lies between k and g
+        rows = blocks.index(block + 4 * (i // 2 + gl.where(i >= 2, 1, 0)) + i % 2)
+        rows = rows._reinterpret(gl.int32, [128, 64], PAIRS).slice(0, 8)
+        # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
+        fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
+        rows.store(gl.where(row + (8 * (i % 2)).to(gl.float32) < valid, rows.load(L), fill))
 
 
 @gluon.jit
@@ -182,7 +184,6 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
@@ -202,7 +203,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
-        mask_tile(blocks.index(row0)._reinterpret(gl.int32, [128, 64], PAIRS), valid)
+        mask_tile(tile_s, row0, valid, two)
     beta = row_s.load(gl.SliceLayout(1, M2))
     beta_col = row_s.load(gl.SliceLayout(0, M2))
     # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
@@ -288,20 +289,14 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
 
 
 @gluon.jit(noinline=True)
-def skip_tile(tile_s, vec_s, z_s, half, s, phase):
-    """Factors of a second tile without tokens: zeros, and the first tile's decay."""
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    L: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+def skip_tile(tile_s, vec_s, half, s, phase, two):
+    """What the consumers need of a second tile without tokens: W, U and m of zeros, and the first tile's decay.
+
+    Z, Q and 1/|q| only reach outputs that nobody stores.
+    """
     V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
-    mask_tile(blocks.index(32 * s + 2)._reinterpret(gl.int32, [128, 64], PAIRS), 0.0)
-    z = z_s.index(s).slice(16, 16)
-    zero = gl.zeros([16, 16], gl.bfloat16, L)
-    z.slice(0, 16, dim=1).store(zero)
-    z.slice(16, 16, dim=1).store(zero)
+    mask_tile(tile_s, 32 * s + 2, 0.0, two)
     vec = vec_s.index(s)
-    vec.slice(464, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.wait(half, phase)
     vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
     vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
@@ -326,7 +321,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
         if left > 16.0 * T:
             prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
         else:
-            skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
+            skip_tile(tile_s, vec_s, half.index(s), s, phase, two)
         fence_async_shared()
         # arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first
         if T == 0:
