@@ -180,7 +180,7 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
-@gluon.jit(noinline=True)
+@gluon.jit
 def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -204,15 +204,12 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
         mask_tile(tile_s, row0, valid, two)
-    beta = row_s.load(gl.SliceLayout(1, M2))
-    beta_col = row_s.load(gl.SliceLayout(0, M2))
     # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
     ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
     z8 = gl.zeros([16, 8], gl.float32, M2)
     q0 = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
     q1 = blocks.index(row0 + 16)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
     Qn = mma_v2(square(q0), ones, z8) + mma_v2(square(q1), ones, z8)
-    vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
@@ -227,9 +224,13 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
     z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
+    # here, not where Qn is begun: the gate does not wait for it
+    vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
+    beta = row_s.load(gl.SliceLayout(1, M2))
+    beta_col = row_s.load(gl.SliceLayout(0, M2))
     # The inverse T = (I - N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An
     # accumulator is an A operand as it stands and its transpose a B operand, so T is kept together with its transpose.
     N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
@@ -302,6 +303,18 @@ def skip_tile(tile_s, vec_s, half, s, phase, two):
     vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
 
 
+@gluon.jit(noinline=True)
+def prep_turn(tile_s, vec_s, z_s, rk_s, rfull, half, s, T, phase, two, VC: gl.constexpr):
+    """Wait for stage s and do its tile T, if it has tokens: all that need not stand in the code of every warp."""
+    mbarrier.wait(rfull, phase)
+    left = scalar(vec_s.index(s).slice(416, 1))
+    if left > 16.0 * T:
+        prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC)
+    elif left > 0.0:
+        skip_tile(tile_s, vec_s, half, s, phase, two)
+    fence_async_shared()
+
+
 @gluon.jit
 def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
@@ -315,15 +328,12 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     T = FIRST % 2 + (two - 2)
     s = FIRST // 2 - LAG * (FIRST % 2) + (two - 2)
     phase = two - 2
-    mbarrier.wait(rfull.index(s), phase)
-    left = scalar(vec_s.index(s).slice(416, 1))
+    left = 1.0
     while left > 0.0:
-        if left > 16.0 * T:
-            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
-        else:
-            skip_tile(tile_s, vec_s, half.index(s), s, phase, two)
-        fence_async_shared()
-        # arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first
+        prep_turn(tile_s, vec_s, z_s, rk_s.index(WID), rfull.index(s), half.index(s), s, T, phase, two, 128 // VSPLIT)
+        left = scalar(vec_s.index(s).slice(416, 1))
+        # Arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first. At the
+        # end mark they meet nobody.
         if T == 0:
             mbarrier.arrive(half.index(s), count=1)
         mbarrier.arrive(full.index(s), count=1)
@@ -332,5 +342,3 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
         if s >= SP:
             s -= SP
             phase ^= 1
-        mbarrier.wait(rfull.index(s), phase)
-        left = scalar(vec_s.index(s).slice(416, 1))
