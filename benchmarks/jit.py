@@ -109,6 +109,7 @@ def forward_args(
         h0,
         ht,
         nf if slots is None else slots,
+        none,
         none if in_index is None else in_index,
         none if out_index is None else out_index,
         heads,

@@ -7,6 +7,7 @@ with sequences cut into segments that run side by side. ``plan_segments``, ``sta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from . import dispatch
 from . import validation as check
-from .constants import CHUNK, EXIT_EPS, HEAD_DIM
-from .plan import SegmentPlan, plan_segments
+from .constants import CHUNK, EXIT_EPS, FIXED_SEGMENT_LEN, HEAD_DIM
+from .plan import SegmentPlan, plan_segments, processor_count
 from .reference import stages
+from .sm90 import cp, small
 from .sm90 import stages as sm90
+from .sm90.plan import Cut
+from .sm90.plan import choose as choose_cut
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,11 +208,27 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    told_how = fixed_plan or segment_len is not None
-    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp and told_how)
-    plan = None
-    # On Hopper the summary still comes from the reference: cut only for those who say how.
-    if auto_cp and (path == "reference" or told_how):
+    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp)
+    made = None
+    if not auto_cp:
+        _forward(problem, path, out, initial_state, final_state)
+    elif path == "sm90":
+        cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
+        if cut is None:
+            _forward(problem, path, out, initial_state, final_state)
+        else:
+            cp.forward(
+                problem.inputs,
+                problem.cu_seqlens,
+                out,
+                max_len=problem.max_len,
+                cut=cut,
+                eps=eps,
+                initial_state=initial_state,
+                final_state=final_state,
+                memo=problem.memo,
+            )
+    else:
         hint = cu_seqlens_cpu
         if hint is None and cu_seqlens is None:
             hint = [b * q.shape[1] for b in range(problem.num_sequences + 1)]
@@ -220,12 +240,11 @@ def fwd_cp(
             fixed_plan=fixed_plan,
             cu_seqlens_cpu=hint,
         )
-    made = None
-    if plan is None or plan.num_slots == 0:
-        _forward(problem, path, out, initial_state, final_state)
-    else:
-        with torch.no_grad():
-            made = _forward_segments(problem, path, plan, out, initial_state, final_state, eps, certificate)
+        if plan.num_slots == 0:
+            _forward(problem, path, out, initial_state, final_state)
+        else:
+            with torch.no_grad():
+                made = _forward_segments(problem, plan, out, initial_state, final_state, eps, certificate)
     return (out, final_state, made) if certificate else (out, final_state)
 
 
@@ -316,7 +335,9 @@ def get_warmup_chunks(
     """
     problem = check.check_gates(g, A_log, dt_bias, lower_bound, cu_seqlens)
     eps = check.check_eps(eps)
-    dispatch.choose(impl, g.device, _no_kernel)
+    path = dispatch.choose(impl, g.device, lambda: small.warmup_refusal(problem.inputs, problem.cu_seqlens))
+    if path == "sm90":
+        return small.warmup_bound(problem.inputs, problem.cu_seqlens, max_len=problem.max_len, eps=eps)
     x = problem.inputs.contiguous()
     with torch.no_grad():
         return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
@@ -329,6 +350,8 @@ def correct_initial_states(
     mt: Tensor | None,
     fallback: Tensor | None,
     seq_map: Tensor,
+    *,
+    impl: str | None = None,
 ) -> Tensor:
     """State that enters each segment: ``h[i + 1] = h[i] @ mt[i].mT + ht[i]`` along each sequence, V-first.
 
@@ -340,15 +363,18 @@ def correct_initial_states(
             skipped, by selection. None: True everywhere if mt is given.
         seq_map: ``[N + 1]`` int32 or int64: sequence n owns segments ``seq_map[n] .. seq_map[n + 1] - 1``
             (``SegmentPlan.seq_map``).
+        impl: as in :func:`fwd`.
 
     Returns:
         ``[NS, H, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
 
     Raises:
-        ValueError: also if fallback is True somewhere and mt is None (checked where free).
+        As :func:`fwd`. ValueError also if fallback is True somewhere and mt is None (checked where free).
     """
     needs_mt = check.check_correction(initial_state, ht, mt, fallback, seq_map)
-    dispatch.choose("reference", ht.device)
+    path = dispatch.choose(impl, ht.device, lambda: small.chain_refusal(initial_state, ht, mt, seq_map))
+    if path == "sm90":
+        return small.entering_states(initial_state, ht, mt, needs_mt, seq_map)
     rows = ht.shape[0]
     with torch.no_grad():
         ends = stages.chain(initial_state, ht, mt, needs_mt, seq_map, max_slots=rows)
@@ -436,9 +462,30 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
         _unpack(packed, out)
 
 
+def _choose_cut(
+    problem: check.Problem, segment_len: int | None, fixed_plan: bool, cu_seqlens_cpu: Tensor | Sequence[int] | None
+) -> Cut | None:
+    """Where Hopper cuts this call; None: nowhere."""
+    inputs, offsets = problem.inputs, problem.cu_seqlens
+    lengths: tuple[int, ...] | None = None
+    if offsets is None and cu_seqlens_cpu is None:
+        check.check_segment_len(segment_len, fixed_plan)
+        lengths = (problem.max_len,) * problem.num_sequences
+    else:
+        hint = check.check_plan(problem.offsets(), inputs.tokens, inputs.heads, segment_len, None, fixed_plan, cu_seqlens_cpu)
+        lengths = None if hint is None else tuple(end - start for start, end in itertools.pairwise(hint))
+    if fixed_plan:
+        segment_len = FIXED_SEGMENT_LEN
+    if segment_len is None:
+        processors = processor_count(inputs.v.device)
+        return choose_cut(inputs.tokens, problem.num_sequences, inputs.v.shape[-2], processors, lengths)
+    if lengths is not None and max(lengths, default=0) <= segment_len:
+        return None
+    return Cut.every(segment_len, inputs.tokens)
+
+
 def _forward_segments(
     problem: check.Problem,
-    path: str,
     plan: SegmentPlan,
     out: Tensor,
     initial_state: Tensor | None,
@@ -468,18 +515,6 @@ def _forward_segments(
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
     out_index = torch.where(used & last, owner, -1)
-    if path == "sm90":
-        sm90.forward(
-            inputs,
-            plan.cu_seqlens,
-            out,
-            max_len=plan.max_segment_len,
-            initial_state=handed_on,
-            in_index=in_index.int(),
-            final_state=final_state,
-            out_index=out_index.int(),
-        )
-        return None
     packed = _pack(out)
     entering = stages.forward(
         inputs,

@@ -7,6 +7,7 @@ operations on its own device, so that a plan is valid under CUDA graph capture a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,6 +168,7 @@ def plan_segments(
     )
 
 
+@functools.cache
 def processor_count(device: torch.device) -> int:
     """SMs of a CUDA device; elsewhere how many (segment, head) pairs the reference advances together."""
     if device.type == "cuda":

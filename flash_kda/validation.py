@@ -249,12 +249,7 @@ def check_plan(
     _check_integer("num_heads", num_heads, 0)
     if num_processors is not None:
         _check_integer("num_processors", num_processors, 1)
-    if segment_len is not None:
-        _check_integer("segment_len", segment_len, CHUNK)
-        if segment_len % CHUNK:
-            raise ValueError(f"segment_len must be a multiple of {CHUNK}, got {segment_len}")
-        if fixed_plan:
-            raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
+    check_segment_len(segment_len, fixed_plan)
     offsets = None
     if readable(cu_seqlens) or settings.debug():
         offsets = check_offsets("cu_seqlens", cu_seqlens, total_tokens, "tokens")
@@ -275,6 +270,17 @@ def check_plan(
         at = next(i for i, pair in enumerate(zip(known, offsets, strict=True)) if pair[0] != pair[1])
         raise ValueError(f"{name} must be a copy of cu_seqlens, got {known[at]} for {offsets[at]} at position {at}")
     return known
+
+
+def check_segment_len(segment_len: int | None, fixed_plan: bool) -> None:
+    """A multiple of 16, or None; not both this and ``fixed_plan``."""
+    if segment_len is None:
+        return
+    _check_integer("segment_len", segment_len, CHUNK)
+    if segment_len % CHUNK:
+        raise ValueError(f"segment_len must be a multiple of {CHUNK}, got {segment_len}")
+    if fixed_plan:
+        raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
 
 
 def per_head(name: str, x: Tensor, segments: int, heads: int, dtypes: Sequence[torch.dtype]) -> Tensor:

@@ -87,6 +87,9 @@ class FakeDriver(types.ModuleType):
     CUtensorMapInterleave = enum.IntEnum("CUtensorMapInterleave", {"CU_TENSOR_MAP_INTERLEAVE_NONE": 0}, start=0)
     CUtensorMapL2promotion = enum.IntEnum("CUtensorMapL2promotion", {"CU_TENSOR_MAP_L2_PROMOTION_L2_128B": 2})
     CUtensorMapFloatOOBfill = enum.IntEnum("CUtensorMapFloatOOBfill", {"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
+    CUlaunchAttributeID = enum.IntEnum("CUlaunchAttributeID", {
+        "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": 6})  # fmt: skip
+    CUlaunchAttribute = CUlaunchAttributeValue = CUlaunchConfig = types.SimpleNamespace
     CUdevice = CUfunction = CUkernel = CUstream = Integer
 
     def __init__(self):
@@ -172,6 +175,13 @@ class FakeDriver(types.ModuleType):
             self.launches.append(((f, gx, gy, gz, bx, by, bz, shared, int(stream), extra), values))
         return result
 
+    def cuLaunchKernelEx(self, config, f, params, extra):  # noqa: N802
+        (attribute,) = config.attrs
+        self.overlapped = (config.numAttrs, attribute.id, attribute.value.programmaticStreamSerializationAllowed)
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+        return self.cuLaunchKernel(f, *grid, *block, config.sharedMemBytes, config.hStream, params, extra)
+
 
 def fake_map(address, dims, strides):
     return hashlib.sha512(repr((int(address), [*map(int, dims)], [*map(int, strides)])).encode()).digest() * 2
@@ -223,6 +233,17 @@ def test_the_right_parameters_reach_the_driver(driver, folder):
     # innermost first; strides in bytes without the innermost; half a row a box
     assert driver.encoded == (9, 3, 0x9000, [128, 3, 1000], [512, 2048], [64, 1, 256], [1, 1, 1], 0, 3, 2, 0)
     assert driver.attribute == (8, SHARED_BYTES, 71, 0)
+
+
+def test_an_overlapping_launch_differs_in_one_attribute(driver, folder):
+    kernel = library(folder).kernel("scale")
+    kernel.launch(0, (7, 2, 1), X, Y, *SCALARS)
+    assert not hasattr(driver, "overlapped")
+    kernel.launch(0, (7, 2, 1), X, Y, *SCALARS, overlap=True)
+    assert driver.overlapped == (1, 6, 1)
+    assert driver.launches[0] == driver.launches[1]
+    kernel.launch(0, (3, 1, 1), X, Y, *SCALARS, overlap=True)
+    assert driver.launches[2][0][1:4] == (3, 1, 1)
 
 
 def test_a_cubin_is_loaded_once_and_prepared_once_a_device(driver, folder, monkeypatch):

@@ -13,6 +13,7 @@ from flash_kda.sm90 import launch, stages
 from flash_kda.sm90.kernels import flags
 from flash_kda.sm90.variants import VARIANTS
 
+FORWARD = [v for v in VARIANTS if v.name.startswith("forward")]
 SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
 
 
@@ -40,8 +41,8 @@ def fwd(case, **options):
 
 
 def test_variants_share_one_signature():
-    assert {v.name for v in VARIANTS} == {"forward", "forward_split_v"}
-    assert all(v.signature == SIGNATURE for v in VARIANTS)
+    assert {v.name for v in FORWARD} == {"forward", "forward_split_v"}
+    assert all(v.signature == SIGNATURE for v in FORWARD)
 
 
 def test_dense_batch(launches):

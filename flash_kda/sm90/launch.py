@@ -212,8 +212,9 @@ class Kernel:
         self._current_device = torch._C._cuda_getDevice
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._streams: dict[int, Any] = {}
+        self._config: Any = None
 
-    def launch(self, device: int, grid: tuple[int, int, int], *arguments: Any) -> None:
+    def launch(self, device: int, grid: tuple[int, int, int], *arguments: Any, overlap: bool = False) -> None:
         """Launch on torch's current stream of `device`, whichever device is current. Does not wait for the GPU.
 
         Args:
@@ -221,6 +222,8 @@ class Kernel:
             grid: CTAs along x, y, z; each at least 1.
             arguments: as in `self.arguments`. A descriptor takes (data_ptr, shape, strides), its last stride 1, the
                 others multiples of 16 bytes, no size 0; a pointer takes an address, 0 for null; a scalar its value.
+            overlap: let the kernel start once every CTA of the one before it on the stream has allowed it. Both must be made
+                for it: the kernel before says griddepcontrol.launch_dependents, this one waits before it reads what that wrote.
 
         Raises:
             KernelError: the device is not Hopper, or the driver refuses.
@@ -230,7 +233,7 @@ class Kernel:
             self.prepare(device)
         if self._current_device() != device:
             with torch.cuda.device(device):
-                self.launch(device, grid, *arguments)
+                self.launch(device, grid, *arguments, overlap=overlap)
             return
         raw = self._raw_stream(device)
         stream = self._streams.get(raw)
@@ -251,16 +254,23 @@ class Kernel:
                 self._pack_into(self._block, 0, block, *arguments[count:], 0, 0)  # scratch is null
             except (struct.error, TypeError, OverflowError, IndexError) as misfit:
                 raise self._misfit(arguments, misfit) from misfit
-            error = self._cu_launch(self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0)[
-                0
-            ]
+            error = self._start(grid, stream, overlap)
             if error == self._no_context:
                 _enter_context(device)
-                error = self._cu_launch(
-                    self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0
-                )[0]
+                error = self._start(grid, stream, overlap)
         if error != self._success:
             _check((error,), f"launching {self.name} with grid {grid} on device {device}")
+
+    def _start(self, grid: tuple[int, int, int], stream: Any, overlap: bool) -> Any:
+        """The driver's answer to one launch with the parameter block as it is."""
+        if not overlap:
+            return self._cu_launch(self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0)[0]
+        if self._config is None:
+            self._config = _overlapping(self._cuda, self._threads, self._shared)
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.hStream = stream
+        return self._cuda.cuLaunchKernelEx(config, self._handle, self._pointers_address, 0)[0]
 
     def prepare(self, device: int) -> None:
         """Bring the cubin to `device`. The first launch does it; call it earlier to choose when. Allowed in capture.
@@ -431,6 +441,21 @@ def _packed(pieces: Sequence[tuple[int, str]]) -> str:
         form += f"{offset - end}x{code}" if offset > end else code
         end = offset + struct.calcsize("<" + code)
     return form
+
+
+def _overlapping(cuda: Any, threads: int, shared: int) -> Any:
+    """A launch configuration, without grid and stream, whose kernel need not wait for the end of the one before it."""
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value = cuda.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    config = cuda.CUlaunchConfig()
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    return config
 
 
 def _no_bindings(why: str) -> KernelError:

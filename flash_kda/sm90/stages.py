@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..constants import EXIT_EPS
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
+from .plan import Cut
 
 WHOLE = 2**30
 """`segment_len` of a call that cuts nothing."""
@@ -60,13 +62,41 @@ def refusal(
     return reason
 
 
+def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[str, Any]) -> str | None:
+    """Why :func:`state_summary` cannot take these tensors, or None. q is not looked at; memo as in :func:`refusal`."""
+    reason: str | None
+    if "summary_refusal" not in memo:
+        reason = _unfit(inputs, {"k": inputs.k, "v": inputs.v, "g": inputs.g})
+        if reason is None and cu_seqlens is not None and not cu_seqlens.is_contiguous():
+            reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
+        memo["summary_refusal"] = reason
+    reason = memo["summary_refusal"]
+    if reason is None:
+        for name, x in (("k", inputs.k), ("v", inputs.v), ("g", inputs.g)):
+            if x.data_ptr() & 15:
+                return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
+    return reason
+
+
 def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> str | None:
     if inputs.q is None:
         return "there is no q"
+    reason = _unfit(inputs, {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "out": out})
+    if reason is not None or inputs.tokens == 0:
+        return reason
+    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+        if state is not None and (not state[:1].is_contiguous() or state.stride(0) % 4):
+            return (
+                f"{name} has strides {state.stride()}, the kernels need contiguous [H,V,K] slots, multiples of 4 elements apart"
+            )
+    return None
+
+
+def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
+    """The same of the token tensors `named`, beta and the parameters of the gate, by shapes, strides and dtypes."""
     if inputs.tokens == 0:
         return None
-    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "out": out, "beta": inputs.beta}
-    for name, x in named.items():
+    for name, x in {**named, "beta": inputs.beta}.items():
         if x.dtype != torch.bfloat16:
             return f"{name} is {x.dtype}, the kernels read bfloat16"
         token = x.dim() - (2 if name == "beta" else 3)
@@ -84,11 +114,6 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
     for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias)):
         if parameter is not None and not parameter.is_contiguous():
             return f"{name} has strides {parameter.stride()}, the kernels need it contiguous"
-    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-        if state is not None and (not state[:1].is_contiguous() or state.stride(0) % 4):
-            return (
-                f"{name} has strides {state.stride()}, the kernels need contiguous [H,V,K] slots, multiples of 4 elements apart"
-            )
     return None
 
 
@@ -104,6 +129,8 @@ def forward(
     out_index: Tensor | None = None,
     slots: Tensor | None = None,
     segment_len: int = WHOLE,
+    decided: Tensor | None = None,
+    overlap: bool = False,
     memo: dict[str, Any] | None = None,
 ) -> None:
     """Outputs of every sequence, and the states at their ends; see reference/stages.py.
@@ -116,6 +143,8 @@ def forward(
         in_index, out_index: int32.
         slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
             piece that has a successor, in the order of kernels/segments.py.
+        decided: one int32 that holds the length of pieces instead (:func:`decide`).
+        overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
     if inputs.tokens == 0:  # a tensor map cannot describe nothing
@@ -126,7 +155,7 @@ def forward(
     if call is None:
         num_slots = 0 if slots is None else slots.shape[0]
         call = _Call.of(
-            inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index, num_slots, segment_len
+            inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index, num_slots, segment_len, decided
         )
         if memo is not None:
             memo["call"] = call
@@ -147,9 +176,108 @@ def forward(
         out.data_ptr(),
         *(
             0 if x is None else x.data_ptr()
-            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, initial_state, final_state, slots, in_index, out_index)
+            for x in (
+                inputs.A_log,
+                inputs.dt_bias,
+                cu_seqlens,
+                initial_state,
+                final_state,
+                slots,
+                decided,
+                in_index,
+                out_index,
+            )
         ),
         *call.scalars,
+        overlap=overlap,
+    )
+
+
+def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor) -> None:
+    """Stores the length of pieces: that of ``cut`` if a sequence is long enough, else one that cuts nothing."""
+    launch.kernel("decide").launch(
+        decided.device.index,
+        (1, 1, 1),
+        cu_seqlens.data_ptr(),
+        decided.data_ptr(),
+        cu_seqlens.element_size() // 4,
+        total_tokens,
+        cu_seqlens.numel() - 1,
+        cut.segment_len,
+        cut.only_if_longer,
+    )
+
+
+def state_summary(
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    *,
+    max_len: int,
+    ht: Tensor,
+    mt: Tensor | None,
+    needs_mt: Tensor,
+    chunks: Tensor,
+    norm: Tensor,
+    num_slots: int = 0,
+    segment_len: int = WHOLE,
+    decided: Tensor | None = None,
+    num_chunks: Tensor | None = None,
+    eps: float = EXIT_EPS,
+    fill: bool = True,
+    memo: dict[str, Any] | None = None,
+) -> None:
+    """Effect of segments on the state, ``h <- h mt^T + ht``; see reference/stages.py. Fills the outputs.
+
+    A row is a segment: one of the ``num_slots`` pieces that have a successor, in the order of kernels/segments.py, or with
+    ``num_slots`` = 0 a whole sequence. One launch on the current stream of the tensors' device; allocates nothing and does
+    not wait. The exit is tested after 1, 2, 4, 8, 16, 24, ... steps of 32 tokens.
+
+    Args:
+        inputs: with or without batch axis; q is not used.
+        cu_seqlens: int32 or int64 offsets, or None for sequences of ``max_len`` tokens each.
+        max_len: no sequence is longer (tokens).
+        ht: ``[M, H, V, K]`` fp32, contiguous.
+        mt: ``[M, H, K, K]`` fp32, contiguous, or None. Where the scan exits it holds 0, or what it held (``fill``).
+        needs_mt: ``[M, H]`` int32: 1 where the scan reached the start of the segment, 0 where it exited.
+        chunks: ``[M, H]`` int32: trailing 16-token chunks replayed.
+        norm: ``[M, H]`` fp32: ``||M||_F`` at the end of the scan.
+        num_slots, segment_len, decided: sequences are cut every ``segment_len`` tokens, as in :func:`forward`.
+        num_chunks: ``[M, H]`` int32, replay this many trailing chunks (at most all) and test nothing.
+        eps: the scan stops once ``||M||_F <= eps``; NaN never stops it.
+        fill: rows without tokens get ht = 0 and mt = I, and exited ones mt = 0; otherwise they are left alone.
+        memo: of the kind of call, as in :func:`refusal`; the fields that the shapes above, ``fill`` and the presence of mt
+            and num_chunks decide.
+    """
+    if inputs.tokens == 0:
+        needs_mt.fill_(1)
+        chunks.zero_()
+        norm.fill_(ht.shape[-1] ** 0.5)
+        if fill:
+            ht.zero_()
+            if mt is not None:
+                mt.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+        return
+    call: _Call | None = None if memo is None else memo.get("summary")
+    if call is None:
+        call = _Call.of_summary(inputs, cu_seqlens, max_len, num_slots, segment_len, decided, mt, num_chunks, fill)
+        if memo is not None:
+            memo["summary"] = call
+    if call.grid == 0:
+        return
+    k_view, v_view, g_view = call.views
+    launch.kernel(call.kernel).launch(
+        call.device,
+        (call.grid, 1, 1),
+        (inputs.k.data_ptr(), *k_view),
+        (inputs.v.data_ptr(), *v_view),
+        (inputs.g.data_ptr(), *g_view),
+        inputs.beta.data_ptr(),
+        *(
+            0 if x is None else x.data_ptr()
+            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, decided, num_chunks, ht, mt, needs_mt, chunks, norm)
+        ),
+        *call.scalars,
+        eps,
     )
 
 
@@ -161,8 +289,8 @@ class _Call:
         kernel: the variant.
         device: its index.
         grid: CTAs; 0 if there is nothing to do.
-        views: (shape, strides) of q, k, v, g, out as ``[T, H, 128]``.
-        scalars: the arguments that follow the pointers.
+        views: (shape, strides) of q, k, v, g, out (forward) or k, v, g (summary) as ``[T, H, 128]``.
+        scalars: the arguments that follow the pointers, but for eps.
     """
 
     kernel: str
@@ -183,6 +311,7 @@ class _Call:
         out_index: Tensor | None,
         num_slots: int,
         segment_len: int,
+        decided: Tensor | None,
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
@@ -202,6 +331,7 @@ class _Call:
                 (in_index, flags.HAS_IN_INDEX),
                 (final_state, flags.HAS_FINAL),
                 (out_index, flags.HAS_OUT_INDEX),
+                (decided, flags.CUT_ON_DEVICE),
             )
             if given is not None
         )
@@ -232,6 +362,52 @@ class _Call:
                 slots[1][1],
                 inputs.lower_bound,
                 inputs.scale,
+            ),
+        )
+
+    @staticmethod
+    def of_summary(
+        inputs: Inputs,
+        cu_seqlens: Tensor | None,
+        max_len: int,
+        num_slots: int,
+        segment_len: int,
+        decided: Tensor | None,
+        mt: Tensor | None,
+        num_chunks: Tensor | None,
+        fill: bool,
+    ) -> _Call:
+        tokens, heads = inputs.tokens, inputs.v.shape[-2]
+        sequences = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
+        bits = sum(
+            bit
+            for given, bit in (
+                (inputs.A_log is not None, flags.HAS_A_LOG),
+                (inputs.dt_bias is not None, flags.HAS_DT_BIAS),
+                (decided is not None, flags.CUT_ON_DEVICE),
+                (mt is not None, flags.HAS_MT),
+                (num_chunks is not None, flags.HAS_NUM_CHUNKS),
+                (fill, flags.FILL),
+            )
+            if given
+        )
+        return _Call(
+            "summary",
+            inputs.k.device.index,
+            (num_slots or sequences) * heads,
+            tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (inputs.k, inputs.v, inputs.g)),
+            (
+                heads,
+                heads // inputs.k.shape[-2],
+                tokens,
+                max_len if cu_seqlens is None else -1,
+                1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                sequences,
+                num_slots,
+                segment_len,
+                bits,
+                *inputs.beta.stride()[-2:],
+                inputs.lower_bound,
             ),
         )
 

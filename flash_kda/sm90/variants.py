@@ -92,7 +92,14 @@ class Variant:
 _FORWARD: dict[str, str] = {
     **dict.fromkeys(("q_desc", "k_desc", "v_desc", "g_desc", "out_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
     **{"beta_ptr": "*bf16", "out_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "cu_ptr": "*i32"},
-    **{"h0_ptr": "*fp32", "ht_ptr": "*fp32", "slots_ptr": "*fp32", "in_index_ptr": "*i32", "out_index_ptr": "*i32"},
+    **{
+        "h0_ptr": "*fp32",
+        "ht_ptr": "*fp32",
+        "slots_ptr": "*fp32",
+        "cut_ptr": "*i32",
+        "in_index_ptr": "*i32",
+        "out_index_ptr": "*i32",
+    },
     **dict.fromkeys(("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len"), "i32"),
     **dict.fromkeys(("flags", "in_slots", "out_slots"), "i32"),
     **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
@@ -113,8 +120,102 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
     )
 
 
+_SUMMARY: dict[str, str] = {
+    **dict.fromkeys(("k_desc", "v_desc", "g_desc"), "tensordesc<bf16[{STEP},1,{BOX_CHANNELS}],{BOX!r}>"),
+    **{
+        "beta_ptr": "*bf16",
+        "a_log_ptr": "*fp32",
+        "dt_ptr": "*fp32",
+        "cu_ptr": "*i32",
+        "cut_ptr": "*i32",
+        "num_chunks_ptr": "*i32",
+    },
+    **{"ht_ptr": "*fp32", "mt_ptr": "*fp32", "needs_mt_ptr": "*i32", "chunks_ptr": "*i32", "norm_ptr": "*fp32"},
+    **dict.fromkeys(("heads", "qk_group", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len", "flags"), "i32"),
+    **{"beta_t": "i64", "beta_h": "i64", "lower_bound": "fp32", "eps": "fp32"},
+}
+
+
+def _summary(name: str, **constexprs: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.summary",
+        function="kda_summary",
+        signature=_SUMMARY,
+        limits=Limits(registers=128, spill_bytes=16),  # two addresses of the norm test, which is not taken every step
+        constexprs=constexprs,
+        num_warps=8,
+        aligned=("ht_ptr", "mt_ptr"),
+    )
+
+
+_CHAIN: dict[str, str] = {
+    "mt_desc": "tensordesc<fp32[128,{PANEL_COLUMNS}],{PANEL!r}>",
+    **{
+        "ht_ptr": "*fp32",
+        "out_ptr": "*fp32",
+        "needs_ptr": "*i8",
+        "map_ptr": "*i32",
+        "cut_ptr": "*i32",
+        "h0_ptr": "*fp32",
+        "index_ptr": "*i32",
+    },
+    **dict.fromkeys(("heads", "seq_len", "map_words", "total", "n_seqs", "n_slots", "seg_len"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "needs_slot", "needs_head"), "i32"),
+    "h0_stride": "i64",
+}
+
+
+def _chain(name: str, **constexprs: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.chain",
+        function="kda_chain",
+        signature=_CHAIN,
+        limits=Limits(registers=128, spill_bytes=192),
+        constexprs=constexprs,
+        num_warps=8,
+        aligned=("ht_ptr", "out_ptr", "h0_ptr"),
+    )
+
+
+_WARMUP: dict[str, str] = {
+    **{"g_ptr": "*bf16", "a_log_ptr": "*fp32", "dt_ptr": "*fp32", "map_ptr": "*i32", "num_ptr": "*i32", "fallback_ptr": "*i8"},
+    **dict.fromkeys(("heads", "total", "seq_len", "map_words", "flags"), "i32"),
+    **{"g_t": "i64", "g_h": "i64", "lower_bound": "fp32", "target": "fp32"},
+}
+
+
+def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
+    return Variant(
+        name=name,
+        module="flash_kda.sm90.kernels.warmup",
+        function="kda_warmup",
+        signature=_WARMUP,
+        limits=Limits(registers=128),
+        constexprs={"CHUNKS": chunks},
+        num_warps=num_warps,
+        aligned=("g_ptr",),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
     _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
+    Variant(
+        name="decide",
+        module="flash_kda.sm90.kernels.decide",
+        function="kda_decide",
+        signature={
+            **dict.fromkeys(("cu_ptr", "cut_ptr"), "*i32"),
+            **dict.fromkeys(("cu_words", "t_total", "n_seqs", "seg_len", "only_if_longer"), "i32"),
+        },
+        limits=Limits(registers=64),
+    ),
+    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, TERMS=2),
+    _chain("chain", ROWS=16, STAGES=3),
+    _warmup("warmup", 4, 4),
+    _warmup("warmup_16", 16, 16),
 )
-"""The variants that ship: one CTA an item, and two CTAs an item with half of V each."""
+"""The variants that ship: the forward kernel with one CTA an item, or with two that have half of V each; whether to cut; the
+state summary; states along pieces; the a-priori bound, with more tokens in flight a CTA where there are few CTAs."""

@@ -16,7 +16,7 @@ from cases import D, nan_like, packed_offsets, rel, same_bits
 
 import flash_kda
 from flash_kda.reference import forward
-from flash_kda.sm90 import build, launch
+from flash_kda.sm90 import build, launch, plan, stages
 from flash_kda.sm90.variants import VARIANTS
 
 MULTIPLE = 1.25
@@ -530,3 +530,37 @@ def test_strided_offsets_are_refused():
     table = torch.tensor([[0, 9], [40, 9], [64, 9]], device="cuda")
     with pytest.raises(NotImplementedError, match="cu_seqlens has stride 2"):
         fwd(on_gpu(cases.random(64, 2)), cu_seqlens=table[:, 0])
+
+
+@pytest.mark.parametrize("decide", [None, "cut", "whole"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pieces_from_true_states_give_the_serial_bits(ragged, decide, dtype):
+    """Slots filled with the kernel's own states at the cuts: every piece then starts where the serial run passes."""
+    case, start, out, final = ragged
+    offsets = packed_offsets(*LENGTHS).cuda().to(dtype)
+    cut = plan.Cut.every(64, case.tokens, only_if_longer=10_000 if decide == "whole" else 100)
+    sequence, piece, used = plan.slot_pieces(offsets, cut)
+    slots = torch.full((cut.num_slots, case.heads, D, D), torch.nan, device="cuda")
+    for slot in used.nonzero().squeeze(1).tolist():
+        n, tokens = int(sequence[slot]), 64 * (int(piece[slot]) + 1)
+        begin = int(offsets[n])
+        fwd(case.cut(begin, begin + tokens), start[n : n + 1], slots[slot : slot + 1])
+    decided = None
+    if decide is not None:
+        decided = torch.zeros(1, dtype=torch.int32, device="cuda")
+        stages.decide(offsets, case.tokens, cut, decided)
+        assert int(decided) == (64 if decide == "cut" else stages.WHOLE)
+    out2, final2 = nan_like(case.q), nan_states(len(LENGTHS), case.heads)
+    stages.forward(
+        case.inputs(torch.bfloat16),
+        offsets,
+        out2[0],
+        max_len=max(LENGTHS),
+        initial_state=start,
+        final_state=final2,
+        slots=slots,
+        segment_len=cut.segment_len,
+        decided=decided,
+    )
+    assert same_bits(out2, out)
+    assert same_bits(final2, final)

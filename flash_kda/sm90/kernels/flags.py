@@ -1,4 +1,4 @@
-"""Bits of the forward kernel's ``flags`` argument; plain numbers, shared by the kernel and its launcher."""
+"""Bits of the kernels' ``flags`` arguments; plain numbers, shared by the kernels and their launcher."""
 
 HAS_INITIAL = 1
 INITIAL_BF16 = 2
@@ -8,3 +8,9 @@ FINAL_BF16 = 16
 HAS_OUT_INDEX = 32
 HAS_A_LOG = 64
 HAS_DT_BIAS = 128
+CUT_ON_DEVICE = 256
+HAS_MT = 512
+FILL = 1024
+HAS_NUM_CHUNKS = 2048
+HAS_NEEDS = 4096
+ENTERING = 8192

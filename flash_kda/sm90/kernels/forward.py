@@ -56,8 +56,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
-from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, kept_here, prep_warp, rcp, scalar, to_fp32
-from .segments import locate, state_slot
+from .overlap import wait_for_previous
+from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, kept_here, prep_warp, rcp, to_fp32
+from .segments import locate, scalar, state_slot
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
@@ -69,6 +70,7 @@ HAS_IN_INDEX = gl.constexpr(bits.HAS_IN_INDEX)
 HAS_FINAL = gl.constexpr(bits.HAS_FINAL)
 FINAL_BF16 = gl.constexpr(bits.FINAL_BF16)
 HAS_OUT_INDEX = gl.constexpr(bits.HAS_OUT_INDEX)
+CUT_ON_DEVICE = gl.constexpr(bits.CUT_ON_DEVICE)
 
 
 @gluon.jit
@@ -169,6 +171,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     s_off = (vchan + sv) * 128 + sk
     ov = gl.arange(0, MV, gl.SliceLayout(1, R_L))[:, None]
     ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
+    wait_for_previous()  # only these warps read what the chain writes; the others begin without it
     s = 0
     phase = 0
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
@@ -275,6 +278,7 @@ def kda_forward(
     h0_ptr,
     ht_ptr,
     slots_ptr,
+    cut_ptr,
     in_index_ptr,
     out_index_ptr,
     heads,
@@ -322,6 +326,7 @@ def kda_forward(
         heads, qk_group: value heads; value heads that share a q, k head.
         n_items: (n_slots + n_seqs) * heads. t_total: tokens.
         n_slots, seg_len: pieces that have a successor, at most, and their tokens (segments.py); 0 leaves sequences whole.
+        cut_ptr: one int32, read instead of seg_len if `flags` says so (decide.py).
         flags: HAS_*, *_BF16 above.
         lower_bound in [-5, 0], scale: fp32.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
@@ -350,7 +355,11 @@ def kda_forward(
         mbarrier.init(full.index(j), count=2)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
-    layout = (cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_len)
+    seg_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
+    zero1 = gl.full([1], 0, gl.int32, V1)
+    on_device = (flags & CUT_ON_DEVICE) != 0
+    seg_s.store(gl.where(on_device, gl.load(cut_ptr + zero1, mask=(zero1 == 0) & on_device, other=0), seg_len + zero1))
+    layout = (cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_s)
     work = (layout, heads, n_items, ctas_s, flags)
     smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)

@@ -1,6 +1,8 @@
 """Chunk factors on Hopper: what the prep warps of the kernels do with a step of raw tokens in shared memory.
 
-forward.py says what the factors are and how a stage of shared memory is laid out.
+forward.py says what the factors are and how a stage of shared memory is laid out. With Q = False (summary.py) there is
+no q, a stage is three tiles of [32, 128] for k, g and v, and in the place of Z comes a word: 2, or 0 once factors are no
+longer wanted, which empties the loops that ask it for their trips.
 """
 
 from triton.experimental import gluon
@@ -9,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from . import flags as bits
+from .segments import scalar
 
 LOG2E = gl.constexpr(1.4426950408889634)
 L2_EPS = gl.constexpr(1e-6)
@@ -96,12 +99,6 @@ def either(a, b):
 
 
 @gluon.jit
-def scalar(mem):
-    """The value of a one-element shared-memory view."""
-    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-
-
-@gluon.jit
 def gate_slope(a_log_ptr, dt_ptr, head, ch, flags):
     """-exp(A_log) log2(e) of a head, and that times dt_bias of channels `ch`: log alpha = bound / (1 + 2^(slope g + bias))."""
     dt = gl.load(dt_ptr + head * 128 + ch, mask=(ch >= 0) & ((flags & HAS_DT_BIAS) != 0), other=0.0)
@@ -116,18 +113,18 @@ def gate_slope(a_log_ptr, dt_ptr, head, ch, flags):
 
 
 @gluon.jit(noinline=True)
-def mask_tile(tile_s, block, valid, two):
+def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True):
     """Replace rows >= valid of the raw tile whose k starts at 8-row block `block`; q keeps them, and they stay in their rows.
 
     Run once a segment, it is seldom in the instruction cache: a small loop, not fast code.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], gl.NVMMASharedLayout(128, 16, 2))
     row = gl.arange(0, 8, gl.SliceLayout(1, L)).to(gl.float32)[:, None]
     for i in range(3 * two):  # k, g, v, two blocks each; q lies between k and g
-        rows = blocks.index(block + 4 * (i // 2 + gl.where(i >= 2, 1, 0)) + i % 2)
-        rows = rows._reinterpret(gl.int32, [128, 64], PAIRS).slice(0, 8)
+        at = (4 * (i // 2 + gl.where(i >= 2, 1, 0)) if Q else 8 * (i // 2)) + i % 2
+        rows = blocks.index(block + at)._reinterpret(gl.int32, [128 if Q else 32, 64], PAIRS).slice(0, 8)
         # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
         fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
         rows.store(gl.where(row + (8 * (i % 2)).to(gl.float32) < valid, rows.load(L), fill))
@@ -140,7 +137,7 @@ def transposed(x, L: gl.constexpr):
 
 
 @gluon.jit
-def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr):
+def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr, Q: gl.constexpr = True):
     """d, z and m of eight tokens and 64 channels, in place; -> cumulative sum with SHIFT, and sum without."""
     rows = block._reinterpret(gl.bfloat16, [128, 64], gl.NVMMASharedLayout(128, 16, 2))
     kh = rows.slice(0, 8)
@@ -149,7 +146,8 @@ def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr)
     re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
     g = gh.load(X_L)
     k = kh.load(X_L)
-    q = qh.load(X_L)
+    if Q:
+        q = qh.load(X_L)
     x = gl.fma(to_fp32(g), neg_rate, bias)
     lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
     G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
@@ -158,30 +156,32 @@ def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr)
     E = ex2(G)
     kf = to_fp32(k)
     kh.store((kf * E).to(gl.bfloat16))
-    qh.store((to_fp32(q) * E).to(gl.bfloat16))
+    if Q:
+        qh.store((to_fp32(q) * E).to(gl.bfloat16))
     gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
     return carry, total
 
 
 @gluon.jit
-def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr):
-    """k m^T and q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`, 64 channels at a time."""
+def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.constexpr, Q: gl.constexpr = True):
+    """k m^T and (Q) q m^T of the tiles that start at 8-row blocks `row` and (m) `row_m`, 64 channels at a time."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     A = zero
     Z = zero
     for j in range(two):
-        panel = blocks.index(row + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-        m = blocks.index(row_m + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16)
+        panel = blocks.index(row + (16 if Q else 4) * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        m = blocks.index(row_m + (16 if Q else 4) * j)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(64, 16)
         b = m.permute([1, 0]).load(B_L)
         A = mma_v2(panel.slice(0, 16).load(A_L), b, A)
-        Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
+        if Q:
+            Z = mma_v2(panel.slice(32, 16).load(A_L), b, Z)
     return A, Z
 
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr):
+def tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -193,39 +193,51 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     z16 = gl.zeros([16, 16], gl.float32, M2)
     # Views with a run-time first row: a stage is two column panels of sixteen 8-row blocks of [8, 64]; a block may be
     # looked at as the [128, 128] or [128, 64] tile that starts at it, of which only rows that exist are touched.
-    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * 32, 8, 64], TILE)
-    row0 = 32 * s + 2 * T
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], TILE)
+    STAGE: gl.constexpr = 32 if Q else 24  # blocks of a stage, and of a column panel
+    PANEL: gl.constexpr = 16 if Q else 4
+    V_ROW: gl.constexpr = 96 if Q else 128  # of v, behind k
+    row0 = STAGE * s + 2 * T
     X_L: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 1], [1, 0])
     vec_64 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC)
     vec_16 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC)
     vec = vec_s.index(s)
     row_s = vec_16.index(32 * s + 24 + T)
-    z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
+    if Q:
+        z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
-        mask_tile(tile_s, row0, valid, two)
-    # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
-    ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
-    z8 = gl.zeros([16, 8], gl.float32, M2)
-    q0 = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
-    q1 = blocks.index(row0 + 16)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
-    Qn = mma_v2(square(q0), ones, z8) + mma_v2(square(q1), ones, z8)
+        mask_tile(tile_s, row0, valid, two, Q)
+    if Q:
+        # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
+        ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
+        z8 = gl.zeros([16, 8], gl.float32, M2)
+        q0 = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+        q1 = blocks.index(row0 + 16)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
+        Qn = mma_v2(square(q0), ones, z8) + mma_v2(square(q1), ones, z8)
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
     gamma_scale = gl.where(T == 0, 1.0, 1.0 / INV_SHIFT)
+    if not Q:
+        two = scalar(z_s)
     for j in range(two):
         bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
         carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
+        if not Q:
+            two = scalar(z_s)
         for h in range(two):
-            carry, total = gate_rows(blocks.index(row0 + 16 * j + h), bias, neg_rate, inv_bound, carry, total, X_L)
+            carry, total = gate_rows(blocks.index(row0 + PANEL * j + h), bias, neg_rate, inv_bound, carry, total, X_L, Q)
         # gamma1, or gamma2 2^SHIFT; of a sum without SHIFT, whose rounding would bias slow decays over many tiles
         vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
-    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L)
-    z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
-    # here, not where Qn is begun: the gate does not wait for it
-    vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
+    if not Q:
+        two = scalar(z_s)
+    A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, Q)
+    if Q:
+        z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
+        # here, not where Qn is begun: the gate does not wait for it
+        vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
@@ -256,25 +268,31 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     CW = CU
     if T == 1:
         mbarrier.wait(half, phase)
-        L21, Z21 = two_products(blocks, row0, 32 * s, two, z16, A_L, B_L)
-        z_b.index(4 * s + 1).store((Z21 * (1.0 / INV_SHIFT)).to(gl.bfloat16))
+        L21, Z21 = two_products(blocks, row0, STAGE * s, two, z16, A_L, B_L, Q)
+        if Q:
+            z_b.index(4 * s + 1).store((Z21 * (1.0 / INV_SHIFT)).to(gl.bfloat16))
         C = mma_v2(TU, gl.convert_layout((L21 * (-rk)[:, None]).to(gl.bfloat16), B_L), z16)
         CU = gl.convert_layout(C.to(gl.bfloat16), A_L)
         CW = gl.convert_layout((C * row[:, None]).to(gl.bfloat16), A_L)
     zero = gl.zeros([16, 64], gl.float32, M2)
+    if not Q:
+        two = scalar(z_s)
     for j in range(two):
-        panel = blocks.index(row0 + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
-        tile1 = blocks.index(32 * s + 16 * j)._reinterpret(gl.bfloat16, [128, 64], TILE)
+        panel = blocks.index(row0 + PANEL * j)._reinterpret(gl.bfloat16, [128 if Q else 256, 64], TILE)
+        tile1 = blocks.index(STAGE * s + PANEL * j)._reinterpret(gl.bfloat16, [128 if Q else 256, 64], TILE)
         # m of the first tile becomes Kr1, z of the second Q; the second tile's m meets the state before its own decay
         # does, and needs no factor
         gamma1 = vec_64.index(8 * s + 2 + j)
         f = gamma1.load(gl.SliceLayout(0, X_L))
         if T == 1:
             vec_64.index(8 * s + j).store(f * INV_SHIFT)
-        hi, lo = split_bf16(f[None, :].broadcast_to([8, 64]))
-        for h in gl.static_range(2):
-            rows = blocks.index(32 * s + 16 * j + 8 - 2 * T + h)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(0, 8)
-            rows.store(mul_split(rows.load(X_L), hi, lo))
+        if Q or T == 0:
+            hi, lo = split_bf16(f[None, :].broadcast_to([8, 64]))
+            for h in gl.static_range(2):
+                rows = (
+                    blocks.index(STAGE * s + PANEL * j + 8 - 2 * T + h)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(0, 8)
+                )
+                rows.store(mul_split(rows.load(X_L), hi, lo))
         kj = panel.slice(0, 16)
         W = mma_v2(TW, kj.load(B_L), zero)
         if T == 1:
@@ -282,21 +300,27 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
             W = mma_v2(CW, tile1.slice(0, 16).load(B_L), W)
         kj.store(W.to(gl.bfloat16))
         if 64 * j < VC:
-            vj = panel.slice(96, 16)
+            vj = panel.slice(V_ROW, 16)
             U = mma_v2(TU, vj.load(B_L), zero)
             if T == 1:
-                U = mma_v2(CU, tile1.slice(96, 16).load(B_L), U)
+                U = mma_v2(CU, tile1.slice(V_ROW, 16).load(B_L), U)
             vj.store((U * row[:, None]).to(gl.bfloat16))
 
 
 @gluon.jit(noinline=True)
-def skip_tile(tile_s, vec_s, half, s, phase, two):
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
+    """`tile_factors` as a function of its own."""
+    tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC, Q)
+
+
+@gluon.jit(noinline=True)
+def skip_tile(tile_s, vec_s, half, s, phase, two, Q: gl.constexpr = True):
     """What the consumers need of a second tile without tokens: W, U and m of zeros, and the first tile's decay.
 
     Z, Q and 1/|q| only reach outputs that nobody stores.
     """
     V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    mask_tile(tile_s, 32 * s + 2, 0.0, two)
+    mask_tile(tile_s, (32 if Q else 24) * s + 2, 0.0, two, Q)
     vec = vec_s.index(s)
     mbarrier.wait(half, phase)
     vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
@@ -309,7 +333,7 @@ def prep_turn(tile_s, vec_s, z_s, rk_s, rfull, half, s, T, phase, two, VC: gl.co
     mbarrier.wait(rfull, phase)
     left = scalar(vec_s.index(s).slice(416, 1))
     if left > 16.0 * T:
-        prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC)
+        tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC)
     elif left > 0.0:
         skip_tile(tile_s, vec_s, half, s, phase, two)
     fence_async_shared()

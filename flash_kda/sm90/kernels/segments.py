@@ -22,10 +22,22 @@ def offset(cu_ptr, sequence, seq_len, cu_words, t_total):
 
 
 @gluon.jit
+def scalar(mem):
+    """The value of a one-element shared-memory view."""
+    return gl.sum(mem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
 def locate(item, layout):
-    """-> first token, tokens, sequence, and the slot of the piece before (-1: there is none)."""
-    cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_len = layout
+    """-> first token, tokens, sequence, and the slot of the piece before (-1: there is none).
+
+    `layout` ends with the piece length in a shared-memory view of one element: it would hold a register of every partition.
+    """
+    cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_s = layout
     sequence = item - n_slots
+    seg_len = 1
+    if n_slots > 0:
+        seg_len = scalar(seg_s)
     if item < n_slots:
         # the last sequence whose first slot is not behind this one
         sequence = 0
@@ -36,8 +48,13 @@ def locate(item, layout):
                 sequence = middle
             else:
                 last = middle - 1
-    end = offset(cu_ptr, sequence + 1, seq_len, cu_words, t_total)
-    begin = gl.minimum(offset(cu_ptr, sequence, seq_len, cu_words, t_total), end)
+    begin = sequence * seq_len
+    end = begin + seq_len
+    if seq_len < 0:  # both loads before either is waited for
+        begin = gl.load(cu_ptr + sequence * cu_words)
+        end = gl.load(cu_ptr + (sequence + 1) * cu_words)
+    end = gl.minimum(end, t_total)
+    begin = gl.maximum(gl.minimum(begin, end), 0)
     length = end - begin
     before = -1
     if n_slots > 0:

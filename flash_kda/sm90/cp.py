@@ -1,0 +1,119 @@
+"""``fwd_cp`` on Hopper: summary, chain and forward of cut sequences, three launches on one stream.
+
+    state_summary   ht, mt of every piece that has a successor, by a backward scan that stops where the past cannot matter
+    chain           in place, ht becomes the state at the end of the piece
+    forward         every piece from the state at the end of the one before
+
+Where the host does not know the lengths and not every batch would gain, a fourth, small launch decides first whether to cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..constants import HEAD_DIM
+from ..inputs import Inputs
+from . import small, stages
+from .plan import Cut
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the scan of each slot found: ``[M, H]`` of the slots of kernels/segments.py; unused slots hold anything.
+
+    Attributes:
+        states: ``[M, H, V, K]`` fp32, the state at the end of each piece.
+        needs_mt: int32, 1 where the scan reached the start of the piece.
+        chunks: int32, trailing chunks replayed.
+        norm: fp32, ``||M||_F`` where it stopped.
+    """
+
+    states: Tensor
+    needs_mt: Tensor
+    chunks: Tensor
+    norm: Tensor
+
+
+def forward(
+    inputs: Inputs,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    *,
+    max_len: int,
+    cut: Cut,
+    eps: float,
+    initial_state: Tensor | None = None,
+    in_index: Tensor | None = None,
+    final_state: Tensor | None = None,
+    out_index: Tensor | None = None,
+    memo: dict[str, Any] | None = None,
+) -> Scan:
+    """Outputs of every sequence, and the states at their ends, as :func:`.stages.forward` gives them to rounding.
+
+    Allocates two states a slot and head, and a few bytes. Does not wait.
+
+    Args:
+        cut: where.
+        eps: the measured exit.
+        The others as in :func:`.stages.forward`.
+    """
+    heads, device = inputs.v.shape[-2], out.device
+    kept: dict[str, Any] = {} if memo is None else memo.setdefault(f"cut {cut}", {})
+    workspace = torch.empty(2, cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
+    slots, mt = workspace.unbind()
+    needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
+    norm = norm.view(torch.float32)
+    decided = None
+    if cut.only_if_longer:
+        assert cu_seqlens is not None
+        decided = torch.empty(1, dtype=torch.int32, device=device)
+        stages.decide(cu_seqlens, inputs.tokens, cut, decided)
+    stages.state_summary(
+        inputs,
+        cu_seqlens,
+        max_len=max_len,
+        ht=slots,
+        mt=mt,
+        needs_mt=needs_mt,
+        chunks=chunks,
+        norm=norm,
+        num_slots=cut.num_slots,
+        segment_len=cut.segment_len,
+        decided=decided,
+        eps=eps,
+        fill=False,
+        memo=kept,
+    )
+    small.chain(
+        slots,
+        mt,
+        needs_mt,
+        cu_seqlens,
+        tokens=inputs.tokens,
+        max_len=max_len,
+        segment_len=cut.segment_len,
+        decided=decided,
+        initial_state=initial_state,
+        in_index=in_index,
+        overlap=True,
+    )
+    stages.forward(
+        inputs,
+        cu_seqlens,
+        out,
+        max_len=max_len,
+        initial_state=initial_state,
+        in_index=in_index,
+        final_state=final_state,
+        out_index=out_index,
+        slots=slots,
+        segment_len=cut.segment_len,
+        decided=decided,
+        overlap=True,
+        memo=kept,
+    )
+    return Scan(slots, needs_mt, chunks, norm)
