@@ -39,7 +39,8 @@ The producer alone tells prep what to do: a prep warp keeps nothing but its tile
 that live across the call into `prep_tile` are registers that it cannot use.
 
 Rows past the end of a segment may hold a neighbour's tokens. Before anything reads them they are replaced, by selection:
-zeros in k, q, v and -inf in g, which makes their decay exactly 1. They are never stored.
+zeros in k, v and -inf in g, which makes their decay exactly 1. What comes of q (z, Q, Z, 1/|q|) stays in the row of its
+token, and the rows past the end are never stored.
 
 Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e30; beyond, a token may overflow into its step.
 """
@@ -102,6 +103,7 @@ def producer_warp(
     # log2(alpha) = bound / (1 + 2^x), written 1 / (inv + inv 2^x); a bound of 0 becomes one too small to matter
     inv_bound = 1.0 / (gl.minimum(kept_here(lower_bound), -1e-30) * LOG2E)
     scale = kept_here(scale)
+    two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
     s = 0
     phase = 1
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
@@ -117,7 +119,7 @@ def producer_warp(
             bar = rfull.index(s)
             mbarrier.wait(empty.index(s), phase)
             mbarrier.expect(bar, 32 * 256 * 3 + 32 * 256 // VSPLIT)
-            for j in gl.static_range(2):
+            for j in range(two):
                 tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
                 tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))

@@ -113,19 +113,21 @@ def gate_slope(a_log_ptr, dt_ptr, head, ch, flags):
 
 
 @gluon.jit(noinline=True)
-def mask_tile(tile, valid, Q: gl.constexpr = True):
-    """Replace rows >= valid of the raw tile that starts a view of bf16 pairs; once a segment, so a function of its own."""
+def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True):
+    """Replace rows >= valid of the raw tile whose k starts at 8-row block `block`; q keeps them, and they stay in their rows.
+
+    Run once a segment, it is seldom in the instruction cache: a small loop, not fast code.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
-    keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
-    zero = gl.zeros([16, 64], gl.int32, L)
-    # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
-    none = zero + gl.where(valid > 0.0, -0x007F0080, 0)
-    for i in gl.static_range(4 if Q else 3):
-        rows = tile.slice(32 * i, 16) if Q else tile.index(i).slice(0, 16)
-        if i == (2 if Q else 1):
-            rows.store(gl.where(keep, rows.load(L), none))
-        else:
-            rows.store(gl.where(keep, rows.load(L), zero))
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+    row = gl.arange(0, 8, gl.SliceLayout(1, L)).to(gl.float32)[:, None]
+    for i in range(3 * two):  # k, g, v, two blocks each; q lies between k and g
+        at = (4 * (i // 2 + gl.where(i >= 2, 1, 0)) if Q else 8 * (i // 2)) + i % 2
+        rows = blocks.index(block + at)._reinterpret(gl.int32, [128 if Q else 32, 64], PAIRS).slice(0, 8)
+        # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
+        fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
+        rows.store(gl.where(row + (8 * (i % 2)).to(gl.float32) < valid, rows.load(L), fill))
 
 
 @gluon.jit
@@ -178,11 +180,10 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
-@gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
+@gluon.jit
+def tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     M2: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A_L: gl.constexpr = gl.DotOperandLayout(0, M2, 2)
@@ -206,9 +207,7 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
-        mask_tile(blocks.index(row0)._reinterpret(gl.int32, [128, 64] if Q else [4, 32, 64], PAIRS), valid, Q)
-    beta = row_s.load(gl.SliceLayout(1, M2))
-    beta_col = row_s.load(gl.SliceLayout(0, M2))
+        mask_tile(tile_s, row0, valid, two, Q)
     if Q:
         # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
         ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
@@ -216,7 +215,6 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
         q0 = blocks.index(row0)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
         q1 = blocks.index(row0 + 16)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(32, 16).load(A_L)
         Qn = mma_v2(square(q0), ones, z8) + mma_v2(square(q1), ones, z8)
-        vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
@@ -238,9 +236,13 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, Q)
     if Q:
         z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
+        # here, not where Qn is begun: the gate does not wait for it
+        vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
     rk_s.store(rk)
     rkc = rk_s.load(gl.SliceLayout(0, M2))
+    beta = row_s.load(gl.SliceLayout(1, M2))
+    beta_col = row_s.load(gl.SliceLayout(0, M2))
     # The inverse T = (I - N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An
     # accumulator is an A operand as it stands and its transpose a B operand, so T is kept together with its transpose.
     N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
@@ -306,25 +308,35 @@ def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr
 
 
 @gluon.jit(noinline=True)
-def skip_tile(tile_s, vec_s, z_s, half, s, phase, Q: gl.constexpr = True):
-    """Factors of a second tile without tokens: zeros, and the first tile's decay."""
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    L: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
+    """`tile_factors` as a function of its own."""
+    tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC, Q)
+
+
+@gluon.jit(noinline=True)
+def skip_tile(tile_s, vec_s, half, s, phase, two, Q: gl.constexpr = True):
+    """What the consumers need of a second tile without tokens: W, U and m of zeros, and the first tile's decay.
+
+    Z, Q and 1/|q| only reach outputs that nobody stores.
+    """
     V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], TILE)
-    second = blocks.index((32 if Q else 24) * s + 2)
-    mask_tile(second._reinterpret(gl.int32, [128, 64] if Q else [4, 32, 64], PAIRS), 0.0, Q)
+    mask_tile(tile_s, (32 if Q else 24) * s + 2, 0.0, two, Q)
     vec = vec_s.index(s)
-    if Q:
-        z = z_s.index(s).slice(16, 16)
-        zero = gl.zeros([16, 16], gl.bfloat16, L)
-        z.slice(0, 16, dim=1).store(zero)
-        z.slice(16, 16, dim=1).store(zero)
-        vec.slice(464, 16).store(gl.zeros([16], gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.wait(half, phase)
     vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
     vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
+
+
+@gluon.jit(noinline=True)
+def prep_turn(tile_s, vec_s, z_s, rk_s, rfull, half, s, T, phase, two, VC: gl.constexpr):
+    """Wait for stage s and do its tile T, if it has tokens: all that need not stand in the code of every warp."""
+    mbarrier.wait(rfull, phase)
+    left = scalar(vec_s.index(s).slice(416, 1))
+    if left > 16.0 * T:
+        tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC)
+    elif left > 0.0:
+        skip_tile(tile_s, vec_s, half, s, phase, two)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -340,15 +352,12 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     T = FIRST % 2 + (two - 2)
     s = FIRST // 2 - LAG * (FIRST % 2) + (two - 2)
     phase = two - 2
-    mbarrier.wait(rfull.index(s), phase)
-    left = scalar(vec_s.index(s).slice(416, 1))
+    left = 1.0
     while left > 0.0:
-        if left > 16.0 * T:
-            prep_tile(tile_s, vec_s, z_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128 // VSPLIT)
-        else:
-            skip_tile(tile_s, vec_s, z_s, half.index(s), s, phase)
-        fence_async_shared()
-        # arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first
+        prep_turn(tile_s, vec_s, z_s, rk_s.index(WID), rfull.index(s), half.index(s), s, T, phase, two, 128 // VSPLIT)
+        left = scalar(vec_s.index(s).slice(416, 1))
+        # Arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first. At the
+        # end mark they meet nobody.
         if T == 0:
             mbarrier.arrive(half.index(s), count=1)
         mbarrier.arrive(full.index(s), count=1)
@@ -357,5 +366,3 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
         if s >= SP:
             s -= SP
             phase ^= 1
-        mbarrier.wait(rfull.index(s), phase)
-        left = scalar(vec_s.index(s).slice(416, 1))

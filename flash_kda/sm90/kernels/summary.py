@@ -184,7 +184,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: 
             if left > 16.0 * T:
                 prep_tile(tile_s, vec_s, loops_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128, False)
             else:
-                skip_tile(tile_s, vec_s, loops_s, half.index(s), s, phase, False)
+                skip_tile(tile_s, vec_s, half.index(s), s, phase, two, False)
         fence_async_shared()
         if T == 0:
             mbarrier.arrive(half.index(s), count=1)
