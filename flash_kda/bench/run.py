@@ -25,20 +25,12 @@ from . import gate, rows, timing
 from .impls import FORWARD, Peer, Problem, problem
 from .inputs import Source
 from .rows import Row
-from .suites import DENSE, FWD, FWD_CP, KNOWN, PACKED, STATE_ONLY, WARMUP_CHUNKS, Case
+from .suites import DENSE, FWD, FWD_CP, KNOWN, PACKED, STATE_ONLY, WARMUP_CHUNKS, Case, slower
 
 ROUNDING = "bf16 rounding"
 """Stands for an implementation that errs only where it must: the exact outputs, rounded."""
 SEGMENT = 256
 """Tokens of ``fwd_cp``'s segments in suite ``accuracy``."""
-ALLOWED_SHARE = 0.03
-ALLOWED_MS = {PACKED: 8e-3, KNOWN: 1e-3}
-"""``fwd_cp`` may take longer than ``fwd`` by the larger of this share and time, which depends on who knows the lengths."""
-
-
-def allowed_ms(serial_ms: float, layout: str) -> float:
-    """What ``fwd_cp`` may take where ``fwd`` takes ``serial_ms``."""
-    return serial_ms + max(ALLOWED_SHARE * serial_ms, ALLOWED_MS[layout])
 
 
 class Bench:
@@ -306,11 +298,6 @@ class Bench:
             return None
         certificate = returned[2] if len(returned) == 3 else None
         return None if certificate is None else float(certificate.dropped.max())
-
-
-def slower(row: Row, serial: Row) -> bool:
-    """Whether a row of ``fwd_cp`` exceeds what is allowed beside that of ``fwd``."""
-    return rows.milliseconds(row) > allowed_ms(rows.milliseconds(serial), row["layout"])
 
 
 def commit_of(folder: Path) -> str | None:

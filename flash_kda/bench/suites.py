@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from . import rows
+from .rows import Row
 
 FWD = "flash_kda.fwd"
 FWD_CP = "flash_kda.fwd_cp"
@@ -16,6 +17,10 @@ DENSE = "dense"
 PACKED = "packed"
 KNOWN = "packed, lengths on the host"
 """``[B, T, ...]`` without offsets; offsets on the device; offsets on the device and ``cu_seqlens_cpu``."""
+
+ALLOWED_SHARE = 0.03
+ALLOWED_MS = {PACKED: 8e-3, KNOWN: 1e-3}
+"""``fwd_cp`` may take longer than ``fwd`` by the larger of this share and time, which depends on who knows the lengths."""
 
 K = 1024
 
@@ -164,3 +169,13 @@ def cases(names: Iterable[str], *, smoke: bool = False) -> list[Case]:
     """
     found = [case for name in names for case in SUITES[name](smoke)]
     return list(dict.fromkeys(replace(case, checked=min(case.checked, case.tokens)) for case in found))
+
+
+def allowed_ms(serial_ms: float, layout: str) -> float:
+    """What ``fwd_cp`` may take where ``fwd`` takes ``serial_ms``."""
+    return serial_ms + max(ALLOWED_SHARE * serial_ms, ALLOWED_MS[layout])
+
+
+def slower(row: Row, serial: Row) -> bool:
+    """Whether a row of ``fwd_cp`` exceeds what is allowed beside that of ``fwd``."""
+    return rows.milliseconds(row) > allowed_ms(rows.milliseconds(serial), row["layout"])

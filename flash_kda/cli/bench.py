@@ -15,8 +15,8 @@ from .. import dispatch
 from ..bench import rows, suites
 from ..bench.impls import Peer, installed
 from ..bench.rows import Row
-from ..bench.run import Bench, allowed_ms, commit_of, slower
-from ..bench.suites import FWD, FWD_CP, Case
+from ..bench.run import Bench, commit_of
+from ..bench.suites import FWD, FWD_CP, Case, allowed_ms, slower
 from . import files
 from .console import UserError, heading, line, table
 
