@@ -111,19 +111,22 @@ class Rows:
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
-
-    def of(self, suite: str) -> Rows:
-        return Rows(row for row in self.rows if row["suite"] == suite)
+        self.by_case = {
+            (
+                *(row.get(name) for name in ("suite", "impl", "gates", "lower_bound", "heads")),
+                seq_lens(row),
+                row.get("layout", PACKED),
+                row["segments"] if row["suite"] == "warmup" else None,
+            ): row
+            for row in self.rows
+        }
 
     def find(self, case: Case, impl: str, layout: str | None = None) -> Row | None:
         """The row of an implementation on a case, handed over as the case says or as ``layout`` does."""
         lengths = seq_lens({"seq_lens": bench_rows.written(case.lengths)})
-        key = (case.suite, impl, case.gates, case.lower_bound, case.heads, lengths, layout or case.layouts[0])
-        for row in self.rows:
-            found = (row["suite"], row["impl"], row.get("gates"), row.get("lower_bound"), row["heads"], seq_lens(row))
-            if (*found, row.get("layout", PACKED)) == key and (case.suite != "warmup" or row["segments"] == case.segments):
-                return row
-        return None
+        segments = case.segments if case.suite == "warmup" else None
+        key = (case.suite, impl, case.gates, case.lower_bound, case.heads, lengths, layout or case.layouts[0], segments)
+        return self.by_case.get(key)
 
     def peers(self) -> list[str]:
         """Other packages that have rows, by name."""
@@ -371,7 +374,8 @@ def reference_accuracy(rows: list[Row]) -> str:
     here = Rows(row for row in rows if row["suite"] == "accuracy" and row["gpu"] is None)
     if not here.rows:
         return nothing("accuracy --device cpu", "cpu")
-    return "\n".join([here.origin(), "", *accuracy(here)])
+    machines = ", ".join(dict.fromkeys(row["cpu"] for row in here.rows))
+    return "\n".join([f"On {machines}. {here.origin()}", "", *accuracy(here)])
 
 
 def _gates(case: Case) -> tuple[str, str]:

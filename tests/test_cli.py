@@ -590,7 +590,7 @@ def test_commands_say_what_is_missing(tmp_path, name):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["run", "inspect"])
+@pytest.mark.parametrize("name", ["run", "inspect", "bench"])
 @pytest.mark.parametrize("error", ["ImportError", "OSError"])
 def test_commands_point_to_doctor_if_torch_does_not_import(tmp_path, name, error):
     (tmp_path / "torch.py").write_text(f"raise {error}('libcudart.so: cannot open\\nshared object file')\n")
@@ -603,7 +603,14 @@ def test_commands_point_to_doctor_if_torch_does_not_import(tmp_path, name, error
 
 def test_help_does_not_import_torch(tmp_path):
     (tmp_path / "torch.py").write_text('raise SystemExit("torch was imported")\n')
-    for arguments in (("--help",), ("run", "--help"), ("inspect", "--help"), ("--version",)):
+    for arguments in (
+        ("--help",),
+        ("run", "--help"),
+        ("inspect", "--help"),
+        ("bench", "--help"),
+        ("plot", "--help"),
+        ("--version",),
+    ):
         done = child(*arguments, path=tmp_path)
         assert done.returncode == 0, done.stderr
 

@@ -75,7 +75,8 @@ class Bench:
             "command": command,
         }
         if not cuda:
-            self.common["cpu"] = f"{cpu_name()}, {torch.get_num_threads()} threads"
+            threads = torch.get_num_threads()
+            self.common["cpu"] = f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
     def run(self) -> int:
         """Runs all cases; how many results of this package were wrong or missing."""

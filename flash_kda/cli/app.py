@@ -216,6 +216,20 @@ def bench(
     raise typer.Exit(command.main(options))
 
 
+@app.command()
+def plot(
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines that bench wrote.")],
+    output: Annotated[Path, typer.Option(help="SVG or PNG to write.")],
+    heads: Annotated[int | None, typer.Option(min=1, help="Rows of so many heads.", show_default="what most rows have")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Rows of this machine.", show_default="the only one there is")] = None,
+) -> None:
+    """Draw times against length, their ratio to the memory floor, and speed-ups, by gates, from rows of bench."""
+    with _loading("plot"):
+        from . import plot as command
+
+    raise typer.Exit(command.main(command.Options(rows=rows, output=output, heads=heads, gpu=gpu)))
+
+
 def run_app() -> int:
     """The exit status of the command of ``sys.argv``; errors of the user in one line on stderr."""
     if sys.stdout is None:
