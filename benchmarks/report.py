@@ -211,8 +211,10 @@ def forward(here: Rows) -> list[str]:
 
 def cp(here: Rows) -> list[str]:
     peers = here.peers()
+    cases = suites.cp(False)
+    kinds = list(dict.fromkeys((*_gates(case), case.heads) for case in cases))
     lines = []
-    for case in suites.cp(False):
+    for case in sorted(cases, key=lambda case: (kinds.index((*_gates(case), case.heads)), case.tokens)):
         cut, serial = here.find(case, FWD_CP), here.find(case, FWD)
         floor = cut["floor_ms"] if cut else None
         lines.append(

@@ -67,7 +67,7 @@ def test_every_suite_runs(bench, name):
         assert row["gpu"] is None
         assert row["cpu"]
         assert row["graph_ms"] is None
-        assert row["command"].startswith(f"flash-kda bench {name} --smoke")
+        assert row["command"] == f"flash-kda bench {name} --smoke --device cpu"
         assert row["torch"] == torch.__version__
         if name in TIMED:
             assert row["eager_ms"] > 0
@@ -201,6 +201,17 @@ def forbid(measure, impl, monkeypatch):
     return checked
 
 
+def test_what_the_oracle_did_not_see_is_compared_with_fwd(bench, monkeypatch):
+    case = Case("cp", 3, (320,), "real", checked=64)
+    monkeypatch.setitem(suites.SUITES, "cp", lambda smoke: [case])
+    assert bench("cp")[0] == 0
+    wrong("fwd_cp", monkeypatch, spoil((0, slice(300, None), 1), lambda x: 1.3 * x))
+    status, out, found = bench("cp")
+    assert status == 1
+    assert "flash_kda.fwd_cp not measured, WRONG: relative difference" in out
+    assert [row["impl"] for row in found] == [FWD]
+
+
 def test_wrong_summary_is_not_timed(bench, monkeypatch):
     def no_transition(right, args, kwargs):
         ht, mt = right(*args, **kwargs)
@@ -248,7 +259,7 @@ def test_the_rest_goes_on_after_an_error(bench, monkeypatch):
     status, out, found = bench("cp", "--only", "real-5/h2")
     assert status == 1
     assert "cp/real-5/h2/64: flash_kda.fwd_cp not measured, RuntimeError: CUDA out of memory. Tried to allocate\n" in out
-    assert [(row["impl"], row["tokens"]) for row in found] == [(FWD, 64), (FWD, 320), (FWD_CP, 320)]
+    assert [(row["impl"], row["tokens"]) for row in found] == [(FWD, 320), (FWD_CP, 320), (FWD, 64)]
 
 
 def test_a_difference_hides_in_no_average():
@@ -489,11 +500,12 @@ def test_rows_are_appended(command, tmp_path):
     output = tmp_path / "rows.jsonl"
     output.write_text('{"suite": "old"}\n')
     for _ in range(2):
-        arguments = ("bench", "cp", "--only", "none*/64", "--smoke", "--device", "cpu", "--commit", "abc", "--output", output)
+        arguments = ("bench", "cp", "--only", "none*/64", "--smoke", "--device", "cpu", "--commit", "abc", f"--output={output}")
         assert command(*arguments)[0] == 0
     found = rows.read([output])
     assert [row["suite"] for row in found] == ["old", *["cp"] * 4]
     assert {row["commit"] for row in found[1:]} == {"abc"}
+    assert found[1]["command"] == "flash-kda bench cp --only 'none*/64' --smoke --device cpu --commit abc"
 
 
 # Rows

@@ -76,7 +76,7 @@ def main(options: Options) -> int:
         peers=peers,
         seconds=0.0 if options.smoke else options.seconds,
         commit=options.commit or commit_of(Path(__file__).parent),
-        command=shlex.join(["flash-kda", *sys.argv[1:]]),
+        command=_command(sys.argv[1:]),
         emit=emit,
         say=line,
     )
@@ -108,6 +108,12 @@ def _peers(cases: Sequence[Case], device: torch.device) -> list[Peer]:
     for name, reason in missing.items():
         line(f"not beside it: {name}, {reason}")
     return found
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command for the rows, without the file that they are written to: it lies where nobody else will look."""
+    kept = [word for at, word in enumerate(arguments) if "--output" not in (word, *arguments[at - 1 : at])]
+    return shlex.join(["flash-kda", *(word for word in kept if not word.startswith("--output="))])
 
 
 def _append(row: Row, output: Path) -> None:
