@@ -222,6 +222,7 @@ def test_wrong_summary_is_not_timed(bench, monkeypatch):
     monkeypatch.setitem(suites.SUITES, "recipe", lambda smoke: [case])
     status, out, found = bench("recipe")
     assert status == 1
+    assert "flash_kda.state_only not measured, WRONG: relative error" in out
     assert "of mt against fp64 must be below" in out
     assert [row["impl"] for row in found] == [FWD, FWD_CP]
 

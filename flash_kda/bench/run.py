@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -93,20 +94,15 @@ class Bench:
         """Goes on after what went wrong for one implementation, and says it; counts it if it was ours."""
         try:
             yield
-        except (gate.WrongError, RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-            # A foreign package may raise anything; ours only what is listed, or there is a fault to be seen whole.
-            self.failed(case, who, error, ours)
         except Exception as error:
-            if ours:
+            # A foreign package may raise anything; ours only what is listed, or there is a fault to be seen whole.
+            if ours and not isinstance(error, (gate.WrongError, RuntimeError, ValueError)):
                 raise
-            self.failed(case, who, error, ours)
-
-    def failed(self, case: Case, who: str, error: Exception, ours: bool) -> None:
-        self.failures += ours
-        kind = "WRONG" if isinstance(error, gate.WrongError) else type(error).__name__
-        self.say(f"{case.name}: {who} not measured, {kind}: {(str(error).splitlines() or [''])[0]}")
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self.failures += ours
+            kind = "WRONG" if isinstance(error, gate.WrongError) else type(error).__name__
+            self.say(f"{case.name}: {who} not measured, {kind}: {(str(error).splitlines() or [''])[0]}")
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def row(self, case: Case, impl: str, **values: object) -> Row:
         """What is the same for all rows of a case, and what is given; ours unless a version says otherwise."""
@@ -143,6 +139,7 @@ class Bench:
             if FWD in case.impls:
                 serial = self.row(case, FWD, segments=1, floor_ms=floor, rel_l2_out=error, **self.times(call))
         made = []
+        plan = None
         if FWD_CP in case.impls and serial_out is not None and serial_call is not None:
             for layout in case.layouts:
                 with self.guarded(case, FWD_CP):
@@ -161,8 +158,9 @@ class Bench:
                         serial |= self.times(serial_call)
                         row |= self.times(call)
                     made.append(row)
-                    if STATE_ONLY in case.impls and plan is not None and len(case.lengths) == 1:
-                        made.append(self.summary(case, as_handed, plan))
+        if STATE_ONLY in case.impls and plan is not None and len(case.lengths) == 1:
+            with self.guarded(case, STATE_ONLY):
+                made.append(self.summary(case, first, plan))
         yield from [serial, *made] if serial is not None else made
         yield from self.foreign(case, first, floor)
 
@@ -232,7 +230,8 @@ class Bench:
     # Suite host
 
     def host(self, case: Case, sample: Sample) -> Iterator[Row]:
-        given = problem(sample, case.lengths, DENSE, self.impl)
+        state = torch.zeros(len(case.lengths), case.heads, HEAD_DIM, HEAD_DIM, device=self.device)
+        given = problem(replace(sample, initial_state=state), case.lengths, DENSE, self.impl)
         small = torch.zeros(8, device=self.device)
         repeats = 2000 if self.device.type == "cuda" else 10
         add_us = timing.host_us(lambda: small.add(1.0), self.device, repeats)

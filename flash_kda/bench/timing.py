@@ -71,15 +71,18 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def _replays(call: Callable[[], object], repeats: int) -> list[float]:
     """Sorted milliseconds of single replays; none if the call does something that a graph cannot hold."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # Not `torch.cuda.graph`, which collects garbage and empties the cache each time: a sweep captures a thousand.
+        with torch.cuda.stream(torch.cuda.Stream()):
             call()
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            try:
+                call()
+            finally:
+                graph.capture_end()
     except RuntimeError:
         torch.cuda.synchronize()
         return []
