@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -138,6 +139,66 @@ def test_the_full_suites_are_what_was_asked_for():
     assert len(suites.cases(["recipe", "warmup"])) == len(suites.cases(["recipe"]))
     names = [case.name for case in suites.cases(suites.SUITES)]
     assert len(set(names)) == len(names)
+
+
+class Gpu:
+    """As much of a GPU as timing asks for: a clock that replays, ordinary calls and sleeps move on."""
+
+    def __init__(self, monkeypatch, captures: bool) -> None:
+        self.now, self.captures, self.capturing, self.replays, self.slept = 0.0, captures, False, 0, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = gpu.now
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Graph:
+            def capture_begin(self):
+                gpu.capturing = True
+
+            def capture_end(self):
+                gpu.capturing = False
+
+            def replay(self):
+                gpu.replays += 1
+                gpu.now += 1 + gpu.replays / 100
+
+        def sleep(cycles):
+            gpu.slept += 1
+            gpu.now += 1000
+
+        for name, value in (("Event", Event), ("CUDAGraph", Graph), ("Stream", object), ("_sleep", sleep)):
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def call(self):
+        if self.capturing and not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.now += 0 if self.capturing else 5
+
+
+def test_replays_are_timed_without_the_host(monkeypatch):
+    gpu = Gpu(monkeypatch, captures=True)
+    times = timing.measure(gpu.call, torch.device("cuda"), seconds=0.11)
+    # 0.055 s are 11 calls of 5 ms; the first replay warms up, replay n takes 1 + n / 100.
+    assert (gpu.replays, gpu.slept) == (12, 11)
+    assert times.graph_ms == pytest.approx(1.07)
+    assert (times.graph_ms_p10, times.graph_ms_p90) == (pytest.approx(1.03), pytest.approx(1.11))
+    assert times.eager_ms == pytest.approx(5)
+    assert timing.measure(gpu.call, torch.device("cuda"), seconds=0.0).eager_ms == pytest.approx(5)
+    assert gpu.replays == 12 + 1 + timing.FEWEST
+
+
+def test_what_cannot_be_captured_has_ordinary_times_only(monkeypatch):
+    times = timing.measure(Gpu(monkeypatch, captures=False).call, torch.device("cuda"), seconds=0.0)
+    assert times == timing.Times(None, None, None, pytest.approx(5))
 
 
 # The gate
