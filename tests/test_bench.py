@@ -567,7 +567,7 @@ def test_rows_are_appended(command, tmp_path):
     found = rows.read([output])
     assert [row["suite"] for row in found] == ["old", *["cp"] * 4]
     assert {row["commit"] for row in found[1:]} == {"abc"}
-    assert found[1]["command"] == "flash-kda bench cp --only 'none*/64' --smoke --device cpu --commit abc"
+    assert found[1]["command"] == "flash-kda bench cp --only 'none*/64' --smoke --device cpu"
 
 
 # Rows

@@ -111,9 +111,10 @@ def _peers(cases: Sequence[Case], device: torch.device) -> list[Peer]:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command for the rows, without the file that they are written to: it lies where nobody else will look."""
-    kept = [word for at, word in enumerate(arguments) if "--output" not in (word, *arguments[at - 1 : at])]
-    return shlex.join(["flash-kda", *(word for word in kept if not word.startswith("--output="))])
+    """The command for the rows, without the file that they are written to, and the commit, which they hold."""
+    dropped = ("--output", "--commit")
+    kept = [word for at, word in enumerate(arguments) if not {word, *arguments[at - 1 : at]} & set(dropped)]
+    return shlex.join(["flash-kda", *(word for word in kept if not word.startswith(tuple(f"{x}=" for x in dropped)))])
 
 
 def _append(row: Row, output: Path) -> None:
