@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import flash_kda
-from flash_kda import api, cli, samples
+from flash_kda import api, samples
 from flash_kda.cli import files, memory, recipe
 from flash_kda.cli.console import UserError
 
@@ -28,20 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs flash-kda in this process; returns status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flash-kda", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

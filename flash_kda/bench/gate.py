@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..constants import CHUNK
-from ..reference import Inputs, forward, state_summary, warmup_bound
-from ..samples import TOKEN_TENSORS
+from ..reference import Inputs, forward, recurrent_kda, state_summary, warmup_bound
+from ..samples import TOKEN_TENSORS, Sample
 from .impls import Problem
 from .suites import Case
 
@@ -17,6 +17,7 @@ dropped history 3e-2 and more; the accuracy that is demanded is a matter of test
 APART = 2e-2
 """Relative L2 difference of two right results, on any head and :data:`BLOCK` tokens."""
 BLOCK = 1024
+PIECE = 1024
 SLAB = 2**26
 """Values looked at at once."""
 
@@ -54,6 +55,23 @@ class Exact:
         if not error < LIMIT:
             raise WrongError(f"relative error {error:.3g} of the first {tokens} tokens against fp64 must be below {LIMIT:g}")
         return error
+
+
+def recurrence(sample: Sample) -> tuple[Tensor, Tensor]:
+    """The fp64 token recurrence on one sequence: out ``[1, T, H, V]`` and final state ``[1, H, V, K]``.
+
+    Piece by piece, which is the same arithmetic: the outputs of single tokens, kept between states that come and go, would
+    otherwise leave a CPU's memory in shreds.
+    """
+    outs: list[Tensor] = []
+    state = None
+    for start in range(0, sample.q.shape[1], PIECE):
+        part = {name: getattr(sample, name)[:, start : start + PIECE] for name in TOKEN_TENSORS}
+        of_heads = {"A_log": sample.A_log, "dt_bias": sample.dt_bias}
+        out, state = recurrent_kda(**part, **of_heads, lower_bound=sample.lower_bound, scale=sample.scale, initial_state=state)
+        outs.append(out)
+    assert state is not None
+    return torch.cat(outs, 1), state
 
 
 def relative(x: Tensor, exact: Tensor) -> float:

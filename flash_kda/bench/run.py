@@ -19,7 +19,6 @@ from .. import api, dispatch
 from .._version import __version__
 from ..constants import CHUNK, EXIT_EPS, HEAD_DIM
 from ..plan import SegmentPlan, plan_segments
-from ..reference import recurrent_kda
 from ..samples import Sample
 from ..sm90.variants import TRITON_VERSION
 from . import gate, rows, timing
@@ -248,7 +247,7 @@ class Bench:
 
     def accuracy(self, case: Case, sample: Sample) -> Iterator[Row]:
         given = problem(sample, case.lengths, DENSE, self.impl)
-        exact = recurrent_kda(**{name: x for name, x in sample.arguments().items() if name != "out"})
+        exact = gate.recurrence(sample)
         rounded = exact[0].bfloat16()
         yield self.judged(case, ROUNDING, (rounded, None), exact)
         ours = None
