@@ -60,8 +60,8 @@ class Exact:
 def recurrence(sample: Sample) -> tuple[Tensor, Tensor]:
     """The fp64 token recurrence on one sequence: out ``[1, T, H, V]`` and final state ``[1, H, V, K]``.
 
-    Piece by piece, which is the same to fp64 rounding: the outputs of single tokens, kept between states that come and go, would
-    otherwise leave a CPU's memory in shreds.
+    Piece by piece, which is the same to fp64 rounding: the outputs of single tokens, kept between states that come and go,
+    would otherwise leave a CPU's memory in shreds.
     """
     outs: list[Tensor] = []
     state = None

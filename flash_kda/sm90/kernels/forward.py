@@ -43,17 +43,11 @@ zeros in k, q, v and -inf in g, which makes their decay exactly 1. They are neve
 
 Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e30; beyond, a token may overflow into its step.
 """
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
 
 from . import flags as bits
 
@@ -61,10 +55,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 L2_EPS = gl.constexpr(1e-6)
 # E carries 2^20: 16 tokens at lower_bound -5 span e^-80, so E is in 2^-96 .. 2^20 and 1/E in 2^-20 .. 2^96
 SHIFT = gl.constexpr(20.0)
-INV_SHIFT = gl.constexpr(2.0**-20)
+INV_SHIFT = gl.constexpr(2.0 ** -20)
 
-STEP = gl.constexpr(32)  # tokens a step: two tiles
-BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
+STEP = gl.constexpr(32)             # tokens a step: two tiles
+BOX_CHANNELS = gl.constexpr(64)     # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 
 HAS_INITIAL = gl.constexpr(bits.HAS_INITIAL)
@@ -85,9 +79,8 @@ def ex2(x):
 @gluon.jit
 def ex2_neg(x):
     """2^-x; the negation is free in the instruction."""
-    return gl.inline_asm_elementwise(
-        "{.reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t;}", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("{.reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t;}", "=f,f", [x],
+                                     dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -107,13 +100,8 @@ def split_bf16(f):
 def mul_split(x, hi, lo):
     """bf16 x times hi + lo, rounded once: two packed instructions where unpacking to fp32 takes five."""
     return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}",
-        "=r,r,r,r",
-        [x, hi, lo],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}", "=r,r,r,r", [x, hi, lo],
+        dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -127,12 +115,7 @@ def to_fp32(x):
     """bf16 -> fp32, two instructions a pair (the compiler's own conversion takes three)."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;}",
-        "=f,=f,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=2,
-    )
+        "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -187,7 +170,7 @@ def mask_tile(tile, valid):
     keep = (gl.arange(0, 16, gl.SliceLayout(1, L)) < valid)[:, None]
     zero = gl.zeros([16, 64], gl.int32, L)
     # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
-    none = zero + gl.where(valid > 0.0, -0x007F0080, 0)
+    none = zero + gl.where(valid > 0.0, -0x007f0080, 0)
     for i in gl.static_range(4):
         rows = tile.slice(32 * i, 16)
         if i == 2:
@@ -380,7 +363,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     """
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
-    two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
+    two = 2 + (gl.program_id(0) >> 30)    # 2, but the compiler cannot know and unroll
     FIRST: gl.constexpr = WID + NP if WID % 2 == 1 and WID // 2 < LAG else WID
     T = FIRST % 2 + (two - 2)
     s = FIRST // 2 - LAG * (FIRST % 2) + (two - 2)
@@ -407,19 +390,8 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
 
 
 @gluon.jit
-def producer_warp(
-    work,
-    smem,
-    q_desc,
-    k_desc,
-    v_desc,
-    g_desc,
-    params,
-    NP: gl.constexpr,
-    SP: gl.constexpr,
-    VSPLIT: gl.constexpr,
-    LAG: gl.constexpr,
-):
+def producer_warp(work, smem, q_desc, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr,
+                  VSPLIT: gl.constexpr, LAG: gl.constexpr):
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     cu_ptr, heads, n_items, ctas_s, t_total, seq_len, cu_words, flags = work
     tile_s, vec_s, z_s, rk_s, bars = smem
@@ -465,7 +437,8 @@ def producer_warp(
                 tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 if j < 2 // VSPLIT:
-                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
+                    tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar,
+                                                    boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
@@ -475,7 +448,7 @@ def producer_warp(
             if s == SP:
                 s = 0
                 phase ^= 1
-    for _ in range((NP + 1) // 2 + LAG):  # at most SP: nobody empties these stages
+    for _ in range((NP + 1) // 2 + LAG):    # at most SP: nobody empties these stages
         mbarrier.wait(empty.index(s), phase)
         vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
         mbarrier.arrive(rfull.index(s), count=2)
@@ -506,7 +479,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     zero = gl.zeros([MV, 64], gl.float32, PQ_L)
     zero32 = gl.zeros([MV, 32], gl.float32, R_L)
     boxes = o_s._reinterpret(gl.bfloat16, [MV // 64, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
-    vchan = 64 * (gl.program_id(0) % VSPLIT)  # first V channel of the CTA
+    vchan = 64 * (gl.program_id(0) % VSPLIT)    # first V channel of the CTA
     sv = gl.arange(0, MV, gl.SliceLayout(1, S_L))[:, None]
     sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
     s_off = (vchan + sv) * 128 + sk
@@ -543,13 +516,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
             O = gl.convert_layout(O, R_L, assert_trivial=True)
             R = (u - P).to(gl.bfloat16)
             S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
-            OZ = warpgroup_mma(
-                gl.convert_layout(R, A_R, assert_trivial=True),
-                z_s.index(s).permute([1, 0]),
-                zero32,
-                use_acc=False,
-                is_async=True,
-            )
+            OZ = warpgroup_mma(gl.convert_layout(R, A_R, assert_trivial=True), z_s.index(s).permute([1, 0]), zero32,
+                               use_acc=False, is_async=True)
             S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
             S = S * vec.slice(256, 128).load(gl.SliceLayout(0, S_L))[None, :]
             mbarrier.arrive(empty.index(s), count=1)
@@ -581,64 +549,13 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=(
-        "heads",
-        "qk_group",
-        "n_items",
-        "t_total",
-        "seq_len",
-        "cu_words",
-        "flags",
-        "in_slots",
-        "out_slots",
-        "beta_t",
-        "beta_h",
-        "out_t",
-        "out_h",
-        "h0_stride",
-        "ht_stride",
-    )
-)
-def kda_forward(
-    q_desc,
-    k_desc,
-    v_desc,
-    g_desc,
-    out_desc,
-    beta_ptr,
-    out_ptr,
-    a_log_ptr,
-    dt_ptr,
-    cu_ptr,
-    h0_ptr,
-    ht_ptr,
-    in_index_ptr,
-    out_index_ptr,
-    heads,
-    qk_group,
-    n_items,
-    t_total,
-    seq_len,
-    cu_words,
-    flags,
-    in_slots,
-    out_slots,
-    beta_t,
-    beta_h,
-    out_t,
-    out_h,
-    h0_stride,
-    ht_stride,
-    lower_bound,
-    scale,
-    CR: gl.constexpr,
-    PR: gl.constexpr,
-    NP: gl.constexpr,
-    SP: gl.constexpr,
-    VSPLIT: gl.constexpr,
-    LAG: gl.constexpr,
-):
+@gluon.jit(do_not_specialize=("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "flags", "in_slots",
+                              "out_slots", "beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"))
+def kda_forward(q_desc, k_desc, v_desc, g_desc, out_desc, beta_ptr, out_ptr, a_log_ptr, dt_ptr, cu_ptr, h0_ptr, ht_ptr,
+                in_index_ptr, out_index_ptr, heads, qk_group, n_items, t_total, seq_len, cu_words, flags, in_slots,
+                out_slots, beta_t, beta_h, out_t, out_h, h0_stride, ht_stride, lower_bound, scale,
+                CR: gl.constexpr, PR: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr,
+                LAG: gl.constexpr):
     """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
 
     Fewer CTAs than items loop over them; that is faster for many short segments, and the bits are the same.
@@ -690,38 +607,30 @@ def kda_forward(
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:
-        gl.warp_specialize(
-            [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
-            ],
-            [1, 1, 1, 1, 1, 1, 1, 1],
-            [PR, PR, PR, PR, PR, PR, PR, PR],
-        )
+        gl.warp_specialize([
+            (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR])
     else:
-        gl.warp_specialize(
-            [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
-            ],
-            [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-            [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],
-        )
+        gl.warp_specialize([
+            (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+            (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
+            (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
+        ], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR])
