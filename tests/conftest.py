@@ -4,9 +4,13 @@ One thread: the tensors are small, and a busy machine then slows the suite in pr
 number of threads is tested with several (test_invariance.py).
 """
 
+import sys
+
 import pytest
 import torch
 from hypothesis import settings
+
+from flash_kda import cli
 
 torch.set_num_threads(1)
 
@@ -18,3 +22,17 @@ settings.load_profile("flash_kda")
 def _clean_environment(monkeypatch):
     for name in ("FLASH_KDA_IMPL", "FLASH_KDA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs flash-kda in this process; returns status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["flash-kda", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run

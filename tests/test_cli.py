@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import flash_kda
-from flash_kda import api, cli, samples
+from flash_kda import api, samples
 from flash_kda.cli import files, memory, recipe
 from flash_kda.cli.console import UserError
 
@@ -28,20 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs flash-kda in this process; returns status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flash-kda", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
@@ -590,7 +576,7 @@ def test_commands_say_what_is_missing(tmp_path, name):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["run", "inspect"])
+@pytest.mark.parametrize("name", ["run", "inspect", "bench"])
 @pytest.mark.parametrize("error", ["ImportError", "OSError"])
 def test_commands_point_to_doctor_if_torch_does_not_import(tmp_path, name, error):
     (tmp_path / "torch.py").write_text(f"raise {error}('libcudart.so: cannot open\\nshared object file')\n")
@@ -603,7 +589,14 @@ def test_commands_point_to_doctor_if_torch_does_not_import(tmp_path, name, error
 
 def test_help_does_not_import_torch(tmp_path):
     (tmp_path / "torch.py").write_text('raise SystemExit("torch was imported")\n')
-    for arguments in (("--help",), ("run", "--help"), ("inspect", "--help"), ("--version",)):
+    for arguments in (
+        ("--help",),
+        ("run", "--help"),
+        ("inspect", "--help"),
+        ("bench", "--help"),
+        ("plot", "--help"),
+        ("--version",),
+    ):
         done = child(*arguments, path=tmp_path)
         assert done.returncode == 0, done.stderr
 

@@ -3,6 +3,8 @@
 doctor   what is installed and what will run here; needs the standard library only
 run      prefill a file of activations, or the packaged ones, serially and in segments, and check both
 inspect  how long each head remembers
+bench    times and errors of named suites, as rows
+plot     a picture of such rows
 
 ``main`` is the entry point. It sends ``doctor`` on its way before anything else is imported, because doctor is for the
 machine on which the imports fail. Each command imports PyTorch when it starts, so that ``--help`` does not wait for it.

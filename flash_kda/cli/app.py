@@ -45,6 +45,11 @@ class Gates(str, Enum):
     real = "real"
 
 
+class Peers(str, Enum):
+    none = "none"
+    installed = "installed"
+
+
 File = Annotated[
     Path | None,
     typer.Argument(
@@ -160,6 +165,69 @@ def inspect(
         plot=plot,
     )
     raise typer.Exit(command.compare(options) if table else command.main(options))
+
+
+@app.command()
+def bench(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SUITE]...",
+            help="forward, cp, recipe, warmup, sweep, scaling, host, accuracy.",
+            show_default="all of them",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only cases whose name holds this, e.g. 'cp/real*/h16'; may be given more than once.", show_default=False
+        ),
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one")] = None,
+    impl: Annotated[
+        Impl | None, typer.Option(help="Who computes fwd and fwd_cp.", show_default="sm90 on a GPU, or nothing runs")
+    ] = None,
+    peers: Annotated[Peers, typer.Option(help="Other packages to run where a suite compares.")] = Peers.installed,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time to spend on one measurement, about.")] = 0.4,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes: does it run, also without a GPU?")] = False,
+    commit: Annotated[str | None, typer.Option(help="Of the code that runs.", show_default="asked of git")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Append a JSON object a line to this file as each case is done.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure: results are checked, then timed beside other packages, and written as rows.
+
+    Exits with 0, 1 if a result of this package was wrong or missing, 2 if the input is bad.
+    """
+    with _loading("bench"):
+        from . import bench as command
+
+    options = command.Options(
+        suites=suites or (),
+        only=only or (),
+        device=None if device is None else device.value,
+        impl=None if impl is None else impl.value,
+        peers=peers is Peers.installed,
+        seconds=seconds,
+        smoke=smoke,
+        commit=commit,
+        output=output,
+    )
+    raise typer.Exit(command.main(options))
+
+
+@app.command()
+def plot(
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines that bench wrote.")],
+    output: Annotated[Path, typer.Option(help="SVG or PNG to write.")],
+    heads: Annotated[int | None, typer.Option(min=1, help="Rows of so many heads.", show_default="what most rows have")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Rows of this machine.", show_default="the only one there is")] = None,
+) -> None:
+    """Draw times against length, their ratio to the memory floor, and speed-ups, by gates, from rows of bench."""
+    with _loading("plot"):
+        from . import plot as command
+
+    raise typer.Exit(command.main(command.Options(rows=rows, output=output, heads=heads, gpu=gpu)))
 
 
 def run_app() -> int:

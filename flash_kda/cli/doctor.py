@@ -20,7 +20,11 @@ from .._version import __version__
 from .streams import silence_stdout
 
 PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "matplotlib", "triton", "cuda-bindings")
-USES = {"matplotlib": "inspect --plot", "triton": "only to build GPU kernels", "cuda-bindings": "only to launch GPU kernels"}
+USES = {
+    "matplotlib": "inspect --plot and plot",
+    "triton": "only to build GPU kernels",
+    "cuda-bindings": "only to launch GPU kernels",
+}
 """What the optional ones among :data:`PACKAGES` are for."""
 
 VARIABLES = ("FLASH_KDA_IMPL", "FLASH_KDA_DEBUG", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
