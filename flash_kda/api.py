@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -23,7 +23,7 @@ from .plan import SegmentPlan, plan_segments, processor_count
 from .reference import stages
 from .sm90 import cp, small
 from .sm90 import stages as sm90
-from .sm90.plan import Cut
+from .sm90.plan import Cut, slot_pieces
 from .sm90.plan import choose as choose_cut
 
 P = ParamSpec("P")
@@ -208,16 +208,18 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp)
+    path = _choose(impl, problem, out, initial_state, final_state)
     made = None
     if not auto_cp:
         _forward(problem, path, out, initial_state, final_state)
     elif path == "sm90":
         cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
+        if cut is not None and certificate:
+            cut = replace(cut, only_if_longer=0)  # a certificate names the pieces, so the host has to
         if cut is None:
             _forward(problem, path, out, initial_state, final_state)
         else:
-            cp.forward(
+            scan = cp.forward(
                 problem.inputs,
                 problem.cu_seqlens,
                 out,
@@ -226,8 +228,10 @@ def fwd_cp(
                 eps=eps,
                 initial_state=initial_state,
                 final_state=final_state,
+                certify=certificate,
                 memo=problem.memo,
             )
+            made = _certify(problem, cut, scan) if certificate else None
     else:
         hint = cu_seqlens_cpu
         if hint is None and cu_seqlens is None:
@@ -422,13 +426,10 @@ def _choose(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
-    certificate: bool = False,
 ) -> str:
     """Who runs the forward stage on these tensors."""
 
     def refusal() -> str | None:
-        if certificate:
-            return "the kernels measure no certificate"
         return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, problem.memo)
 
     return dispatch.choose(impl, out.device, refusal)
@@ -555,14 +556,39 @@ def _forward_segments(
     if entering is None:
         return None
     entering = torch.cat([entering, entering.new_zeros(1, inputs.heads)])[of_slot]
-    leaving = torch.linalg.vector_norm(handed_on[: plan.num_slots], dim=(-2, -1))
     starts = torch.isin(torch.arange(plan.num_slots, device=device), plan.slot_map()[:-1])
-    lost = entering.new_zeros(inputs.heads)
-    losses = []
-    for slot in range(plan.num_slots):
-        # What an exit drops, or what was lost before and goes through a segment scanned whole: ||M||_2 <= 1.
-        carried = torch.where(starts[slot], 0, lost) * summary.norm[slot].clamp(max=1)
-        lost = torch.where(summary.exited[slot], summary.norm[slot] * entering[slot], carried)
-        losses.append(lost)
-    dropped = torch.stack(losses) / leaving.clamp(min=torch.finfo(leaving.dtype).tiny)
+    dropped = _dropped(handed_on[: plan.num_slots], starts, summary.exited, summary.norm, entering)
     return Certificate(plan, of_slot, summary.chunks, summary.norm, ~summary.exited, dropped)
+
+
+def _dropped(states: Tensor, starts: Tensor, exited: Tensor, norm: Tensor, entering: Tensor) -> Tensor:
+    """``[M, H]`` bound of the relative error of the states handed on; see :class:`Certificate`.
+
+    Args:
+        states: ``[M, H, V, K]``, at the ends of pieces that follow each other.
+        starts: ``[M]`` bool, the piece begins a sequence.
+        exited, norm: ``[M, H]``, of the scan.
+        entering: ``[M, H]``, norm of the state that enters the replayed suffix.
+    """
+    leaving = torch.linalg.vector_norm(states, dim=(-2, -1))
+    lost = torch.zeros_like(norm[0])
+    losses = []
+    for slot in range(len(states)):
+        # What an exit drops, or what was lost before and goes through a segment scanned whole: ||M||_2 <= 1.
+        carried = torch.where(starts[slot], 0, lost) * norm[slot].clamp(max=1)
+        lost = torch.where(exited[slot], norm[slot] * entering[slot], carried)
+        losses.append(lost)
+    dropped: Tensor = torch.stack(losses) / leaving.clamp(min=torch.finfo(leaving.dtype).tiny)
+    return dropped
+
+
+def _certify(problem: check.Problem, cut: Cut, scan: cp.Scan) -> Certificate:
+    """The certificate of a call that Hopper cut."""
+    assert scan.entering is not None
+    inputs, offsets = problem.inputs, problem.offsets()
+    plan = plan_segments(offsets, inputs.tokens, inputs.v.shape[-2], segment_len=cut.segment_len)
+    sequence, piece, used = slot_pieces(offsets, cut)
+    segment = torch.where(used, plan.seq_map[sequence] + piece, plan.capacity)
+    fallback = scan.needs_mt.bool() | ~used[:, None]
+    dropped = _dropped(scan.states, piece == 0, ~fallback, scan.norm, scan.entering)
+    return Certificate(plan, segment, scan.chunks, scan.norm, fallback, torch.where(used[:, None], dropped, 0))

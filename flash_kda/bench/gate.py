@@ -66,9 +66,9 @@ def recurrence(sample: Sample) -> tuple[Tensor, Tensor]:
     outs: list[Tensor] = []
     state = None
     for start in range(0, sample.q.shape[1], PIECE):
-        part = {name: getattr(sample, name)[:, start : start + PIECE] for name in TOKEN_TENSORS}
-        of_heads = {"A_log": sample.A_log, "dt_bias": sample.dt_bias}
-        out, state = recurrent_kda(**part, **of_heads, lower_bound=sample.lower_bound, scale=sample.scale, initial_state=state)
+        q, k, v, g, beta = (getattr(sample, name)[:, start : start + PIECE] for name in TOKEN_TENSORS)
+        gate = (sample.A_log, sample.dt_bias, sample.lower_bound)
+        out, state = recurrent_kda(q, k, v, g, beta, sample.scale, *gate, initial_state=state)
         outs.append(out)
     assert state is not None
     return torch.cat(outs, 1), state

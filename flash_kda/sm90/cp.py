@@ -27,6 +27,7 @@ class Scan:
 
     Attributes:
         states: ``[M, H, V, K]`` fp32, the state at the end of each piece.
+        entering: fp32, norm of the state that enters the replayed chunks, 0 where they begin with the piece; None unless asked.
         needs_mt: int32, 1 where the scan reached the start of the piece.
         chunks: int32, trailing chunks replayed.
         norm: fp32, ``||M||_F`` where it stopped.
@@ -36,6 +37,7 @@ class Scan:
     needs_mt: Tensor
     chunks: Tensor
     norm: Tensor
+    entering: Tensor | None
 
 
 def forward(
@@ -50,6 +52,7 @@ def forward(
     in_index: Tensor | None = None,
     final_state: Tensor | None = None,
     out_index: Tensor | None = None,
+    certify: bool = False,
     memo: dict[str, Any] | None = None,
 ) -> Scan:
     """Outputs of every sequence, and the states at their ends, as :func:`.stages.forward` gives them to rounding.
@@ -59,14 +62,19 @@ def forward(
     Args:
         cut: where.
         eps: the measured exit.
+        certify: also measure ``entering``; slower.
         The others as in :func:`.stages.forward`.
     """
     heads, device = inputs.v.shape[-2], out.device
-    kept: dict[str, Any] = {} if memo is None else memo.setdefault(f"cut {cut}", {})
+    in_place = initial_state is not None and final_state is not None and _share(initial_state, final_state)
+    kept: dict[str, Any] = {} if memo is None else memo.setdefault(f"{cut} {in_place} {certify}", {})
     workspace = torch.empty(2, cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
     slots, mt = workspace.unbind()
     needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
     norm = norm.view(torch.float32)
+    # of few bytes, and filled before the summary begins
+    taken = torch.zeros(cut.num_slots, heads, dtype=torch.int32, device=device) if in_place else None
+    entering = torch.zeros(cut.num_slots, heads, device=device) if certify else None
     decided = None
     if cut.only_if_longer:
         assert cu_seqlens is not None
@@ -113,7 +121,15 @@ def forward(
         slots=slots,
         segment_len=cut.segment_len,
         decided=decided,
+        taken=taken,
+        chunks=chunks if certify else None,
+        entering=entering,
         overlap=True,
         memo=kept,
     )
-    return Scan(slots, needs_mt, chunks, norm)
+    return Scan(slots, needs_mt, chunks, norm, entering)
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one allocation."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -130,6 +130,9 @@ def forward(
     slots: Tensor | None = None,
     segment_len: int = WHOLE,
     decided: Tensor | None = None,
+    taken: Tensor | None = None,
+    chunks: Tensor | None = None,
+    entering: Tensor | None = None,
     overlap: bool = False,
     memo: dict[str, Any] | None = None,
 ) -> None:
@@ -144,6 +147,9 @@ def forward(
         slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
             piece that has a successor, in the order of kernels/segments.py.
         decided: one int32 that holds the length of pieces instead (:func:`decide`).
+        taken: ``[M, H]`` int32 zeros, needed with ``slots`` where ``initial_state`` and ``final_state`` share memory.
+        chunks, entering: ``[M, H]`` int32 and fp32: store the norm of the state that enters the last ``chunks`` chunks of each
+            piece, where there are any before.
         overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
@@ -155,7 +161,19 @@ def forward(
     if call is None:
         num_slots = 0 if slots is None else slots.shape[0]
         call = _Call.of(
-            inputs, cu_seqlens, out, max_len, initial_state, in_index, final_state, out_index, num_slots, segment_len, decided
+            inputs,
+            cu_seqlens,
+            out,
+            max_len,
+            initial_state,
+            in_index,
+            final_state,
+            out_index,
+            num_slots,
+            segment_len,
+            decided,
+            taken,
+            chunks,
         )
         if memo is not None:
             memo["call"] = call
@@ -183,6 +201,9 @@ def forward(
                 initial_state,
                 final_state,
                 slots,
+                taken,
+                chunks,
+                entering,
                 decided,
                 in_index,
                 out_index,
@@ -312,6 +333,8 @@ class _Call:
         num_slots: int,
         segment_len: int,
         decided: Tensor | None,
+        taken: Tensor | None,
+        probe: Tensor | None,
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
@@ -320,7 +343,7 @@ class _Call:
         items = segments * heads
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
         processors = _multiprocessors(out.device.index)
-        split = 2 if 2 * items <= processors else 1
+        split = 2 if 2 * items <= processors and probe is None else 1
         ctas = items if tokens > LONG * segments else min(items, processors)
         bits = sum(
             bit
@@ -332,6 +355,7 @@ class _Call:
                 (final_state, flags.HAS_FINAL),
                 (out_index, flags.HAS_OUT_INDEX),
                 (decided, flags.CUT_ON_DEVICE),
+                (taken, flags.IN_PLACE),
             )
             if given is not None
         )
@@ -339,7 +363,7 @@ class _Call:
             bits |= bit if state is not None and state.dtype == torch.bfloat16 else 0
         slots = [(0, 0) if state is None else (state.shape[0], state.stride(0)) for state in (initial_state, final_state)]
         return _Call(
-            "forward_split_v" if split == 2 else "forward",
+            "forward_split_v" if split == 2 else "forward" if probe is None else "forward_probe",
             out.device.index,
             ctas * split,
             tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (q, inputs.k, inputs.v, inputs.g, out)),

@@ -96,6 +96,9 @@ _FORWARD: dict[str, str] = {
         "h0_ptr": "*fp32",
         "ht_ptr": "*fp32",
         "slots_ptr": "*fp32",
+        "taken_ptr": "*i32",
+        "chunks_ptr": "*i32",
+        "entering_ptr": "*fp32",
         "cut_ptr": "*i32",
         "in_index_ptr": "*i32",
         "out_index_ptr": "*i32",
@@ -200,8 +203,9 @@ def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1),
-    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0),
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0),
+    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1),
+    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0),
     Variant(
         name="decide",
         module="flash_kda.sm90.kernels.decide",
@@ -217,5 +221,6 @@ VARIANTS: tuple[Variant, ...] = (
     _warmup("warmup", 4, 4),
     _warmup("warmup_16", 16, 16),
 )
-"""The variants that ship: the forward kernel with one CTA an item, or with two that have half of V each; whether to cut; the
-state summary; states along pieces; the a-priori bound, with more tokens in flight a CTA where there are few CTAs."""
+"""The variants that ship: the forward kernel with one CTA an item, the same with norms of states on the way, and with two CTAs
+that have half of V each; whether to cut; the state summary; states along pieces; the a-priori bound, with more tokens in
+flight a CTA where there are few CTAs."""

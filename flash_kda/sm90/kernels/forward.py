@@ -70,6 +70,7 @@ HAS_IN_INDEX = gl.constexpr(bits.HAS_IN_INDEX)
 HAS_FINAL = gl.constexpr(bits.HAS_FINAL)
 FINAL_BF16 = gl.constexpr(bits.FINAL_BF16)
 HAS_OUT_INDEX = gl.constexpr(bits.HAS_OUT_INDEX)
+IN_PLACE = gl.constexpr(bits.IN_PLACE)
 CUT_ON_DEVICE = gl.constexpr(bits.CUT_ON_DEVICE)
 
 
@@ -104,12 +105,19 @@ def producer_warp(
     inv_bound = 1.0 / (gl.minimum(kept_here(lower_bound), -1e-30) * LOG2E)
     scale = kept_here(scale)
     two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
+    # A prep warp goes from a turn at step i to one at most NP // 2 + 1 + LAG steps on, in the stage that step i - GAP had. A
+    # wait that comes before that step's bytes takes the phase before for the one it wants, so stages must fill in that order
+    # (with GAP = 0 that step is the turn's own).
+    GAP: gl.constexpr = SP - (NP // 2 + 1 + LAG)
     s = 0
     phase = 1
+    b = 0
+    b_phase = 0
+    done = 0
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         head = item % heads
         qk_head = head // qk_group
-        begin, length, sequence, before = locate(item // heads, layout)
+        begin, length, sequence, before, first = locate(item // heads, layout)
         neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
         meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
         beta_head = beta_ptr + head.to(gl.int64) * beta_h
@@ -129,6 +137,13 @@ def producer_warp(
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
             vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
+            done += 1
+            if (GAP > 0) & (done > GAP):
+                mbarrier.wait(rfull.index(b), b_phase)
+                b += 1
+                if b == SP:
+                    b = 0
+                    b_phase ^= 1
             mbarrier.arrive(bar, count=1)
             s += 1
             if s == SP:
@@ -136,6 +151,13 @@ def producer_warp(
                 phase ^= 1
     for _ in range((NP + 1) // 2 + LAG):  # at most SP: nobody empties these stages
         mbarrier.wait(empty.index(s), phase)
+        done += 1
+        if (GAP > 0) & (done > GAP):
+            mbarrier.wait(rfull.index(b), b_phase)
+            b += 1
+            if b == SP:
+                b = 0
+                b_phase ^= 1
         vec_s.index(s).slice(416, 4).store(gl.full([4], 0.0, gl.float32, V1))
         mbarrier.arrive(rfull.index(s), count=2)
         s += 1
@@ -145,7 +167,7 @@ def producer_warp(
 
 
 @gluon.jit
-def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLIT: gl.constexpr):
+def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexpr, VSPLIT: gl.constexpr, PROBE: gl.constexpr):
     """The recurrence, 4 warps for each 64 V channels: P|O = St [W|Q]^T is one N = 64 product, then S and O take R.
 
     One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
@@ -154,7 +176,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
-    h0_ptr, ht_ptr, slots_ptr, n_slots, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
+    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
+    slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr = pieces
     MV: gl.constexpr = 128 // VSPLIT
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 128, 16])
     R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 32, 16])
@@ -176,7 +199,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
     phase = 0
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         head = item % heads
-        begin, length, sequence, before = locate(item // heads, layout)
+        begin, length, sequence, before, first = locate(item // heads, layout)
         S = gl.zeros([MV, 128], gl.float32, S_L)
         if before >= 0:
             S = gl.load(slots_ptr + (before.to(gl.int64) * heads + head) * 16384 + s_off)
@@ -188,8 +211,18 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
                     S = gl.load(h0_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off).to(gl.float32)
                 else:
                     S = gl.load(h0_ptr + off + s_off)
+        if ((flags & IN_PLACE) != 0) & (item < n_slots * heads) & (before < 0) & (length > 0):
+            gl.thread_barrier()
+            gl.atomic_add(taken_ptr + item, 1, sem="release", scope="gpu")
+        if PROBE:
+            probe = -1  # tokens before the replayed suffix, if the scan of this piece exited
+            if item < n_slots * heads:
+                probe = ((length + 15) // 16 - gl.load(chunks_ptr + item)) * 16
         left = length
         while left > 0:
+            if PROBE:  # noqa: SIM102  (a constant)
+                if (length - left == probe) & (probe > 0):
+                    gl.store(entering_ptr + item, gl.sqrt(gl.sum(gl.sum(S * S, 1), 0)))
             mbarrier.wait(full.index(s), phase)
             tile = tile_s.index(s)
             vec = vec_s.index(s)
@@ -234,6 +267,11 @@ def consumer(work, smem, o_s, out_desc, outputs, states, SP: gl.constexpr, VSPLI
         if ((flags & HAS_FINAL) != 0) & (item >= n_slots * heads):
             slot = state_slot(out_index_ptr, sequence, flags & HAS_OUT_INDEX, out_slots)
             if slot >= 0:
+                if ((flags & IN_PLACE) != 0) & (before >= 0):
+                    # The initial state may lie where the final one goes: the first piece must have taken it. Its item comes
+                    # before this one, so it runs or has run.
+                    while gl.atomic_add(taken_ptr + first * heads + head, 0, sem="acquire", scope="gpu") < VSPLIT:
+                        pass
                 off = slot.to(gl.int64) * (ht_stride // 4 * 4) + head.to(gl.int64) * 16384
                 if (flags & FINAL_BF16) != 0:
                     gl.store(ht_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off, S.to(gl.bfloat16))
@@ -278,6 +316,9 @@ def kda_forward(
     h0_ptr,
     ht_ptr,
     slots_ptr,
+    taken_ptr,
+    chunks_ptr,
+    entering_ptr,
     cut_ptr,
     in_index_ptr,
     out_index_ptr,
@@ -307,6 +348,7 @@ def kda_forward(
     SP: gl.constexpr,
     VSPLIT: gl.constexpr,
     LAG: gl.constexpr,
+    PROBE: gl.constexpr,
 ):
     """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
 
@@ -321,6 +363,9 @@ def kda_forward(
         h0_ptr, ht_ptr: states [slots, heads, 128 (V), 128 (K)], fp32 or (`flags`) bf16 behind the same pointer type, slot
             strides h0_stride, ht_stride in elements of their dtype, multiples of 4.
         slots_ptr: [n_slots, heads, 128 (V), 128 (K)] fp32, the state at the end of each piece that has a successor.
+        taken_ptr: [n_slots, heads] int32 zeros, used if `flags` says IN_PLACE: some initial state lies where a final one goes.
+        chunks_ptr, entering_ptr: (PROBE) [n_slots, heads] int32, trailing chunks that the scan of each piece replayed; fp32,
+            Frobenius norm of the state that enters them, stored where there are tokens before.
         in_index_ptr, out_index_ptr: int32 row of each sequence, read if `flags` says so (else row = sequence). Rows
             < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
         heads, qk_group: value heads; value heads that share a q, k head.
@@ -330,6 +375,7 @@ def kda_forward(
         flags: HAS_*, *_BF16 above.
         lower_bound in [-5, 0], scale: fp32.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
+        PROBE: store norms of states on the way; costs time and instruction cache, so a variant of its own.
         LAG: steps by which second tiles trail first ones in the order of prep.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -364,12 +410,13 @@ def kda_forward(
     smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
-    states = (h0_ptr, ht_ptr, slots_ptr, n_slots, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
+    states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
+    pieces = (slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
                 (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
                 (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
@@ -385,7 +432,7 @@ def kda_forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, SP, VSPLIT)),
+                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
                 (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
                 (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),

@@ -29,7 +29,7 @@ def scalar(mem):
 
 @gluon.jit
 def locate(item, layout):
-    """-> first token, tokens, sequence, and the slot of the piece before (-1: there is none).
+    """-> first token, tokens, sequence, the slot of the piece before (-1: there is none), and the sequence's first slot.
 
     `layout` ends with the piece length in a shared-memory view of one element: it would hold a register of every partition.
     """
@@ -57,6 +57,7 @@ def locate(item, layout):
     begin = gl.maximum(gl.minimum(begin, end), 0)
     length = end - begin
     before = -1
+    first = 0
     if n_slots > 0:
         first = begin // seg_len
         pieces = gl.maximum(length - 1, 0) // seg_len
@@ -68,7 +69,7 @@ def locate(item, layout):
             length -= pieces * seg_len
         begin += piece * seg_len
         before = gl.where(piece > 0, first + piece - 1, -1)
-    return begin, length, sequence, before
+    return begin, length, sequence, before, first
 
 
 @gluon.jit

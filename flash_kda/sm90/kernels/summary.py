@@ -68,7 +68,7 @@ def extent(work):
     heads = kept_here(heads)
     flags = kept_here(flags)
     layout = (cu_ptr, kept_here(seq_len), cu_words, t_total, kept_here(n_seqs), n_slots, seg_s)
-    begin, length, sequence, before = locate(item // heads, layout)
+    begin, length, sequence, before, first = locate(item // heads, layout)
     kept = length
     if (flags & HAS_NUM_CHUNKS) != 0:
         chunks = (length + 15) // 16
