@@ -110,7 +110,8 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     b_phase = 0
     done = 0
     first = (kept + 31) // 32 * 32 - 32  # of the step, counted from `begin`
-    next_logit = gl.load(beta_head + (begin + first + lane).to(gl.int64) * beta_t, mask=lane < kept - first, other=0.0)
+    some = (lane < kept - first) & (kept > 0)  # a slot that nobody owns begins anywhere
+    next_logit = gl.load(beta_head + (begin + first + lane).to(gl.int64) * beta_t, mask=some, other=0.0)
     while first >= 0:
         t = begin + first
         left = kept - first
