@@ -53,11 +53,16 @@ def test_unseen_lengths_are_cut_only_where_every_batch_can_afford_it(lengths, he
 
 
 def test_one_long_sequence_among_short_ones_is_cut():
-    lengths = (65536,) + (1024,) * 5
-    seen = plan.choose(sum(lengths), len(lengths), 16, SMS, lengths)
-    unseen = plan.choose(sum(lengths), len(lengths), 16, SMS, None)
-    assert seen.segment_len == unseen.segment_len
-    assert unseen.only_if_longer < 65536
+    for longest, heads in ((65536, 16), (262144, 16), (262144, 12)):
+        lengths = (longest,) + (1024,) * 5
+        seen = plan.choose(sum(lengths), len(lengths), heads, SMS, lengths)
+        assert seen.num_slots >= 7
+        unseen = plan.choose(sum(lengths), len(lengths), heads, SMS, None)
+        # not looked at where a look costs more than 3 % of the shortest time that these tokens can take
+        assert (unseen is None) == (longest == 65536)
+        if unseen is not None:
+            assert seen.segment_len == unseen.segment_len
+            assert 0 < unseen.only_if_longer < longest
 
 
 @given(LENGTHS, st.sampled_from([16, 32, 96, 256, 4096]))

@@ -20,18 +20,22 @@ FORWARD_US = 1.03
 """Microseconds the forward kernel takes for a chunk of one item."""
 SPLIT_US = 0.75
 """The same with V split over two CTAs."""
-SUMMARY_US = 0.70
+SUMMARY_US = 1.05
 """Microseconds the state summary takes for a chunk of one item."""
-CHAIN_US = 1.0
+CHAIN_US = 1.2
 """Microseconds for one more piece in the chain of states."""
-LAUNCH_US = 14.0
-"""Microseconds that summary and chain cost however short the pieces are."""
+LAUNCH_US = 10.0
+"""Microseconds that a cut call costs beyond a serial one however short and few the pieces are."""
+ITEM_US = 0.15
+"""The same for each item that starts at once."""
 MARGIN = 0.97
 """A cut must be estimated to take less than this share of the serial time."""
 UNSEEN_PIECES = 4
 """Cut unseen lengths if the mean sequence would have this many pieces; the longest then has no fewer."""
-UNSEEN_LONGEST = 2.75
-"""Or, decided on the device, if the longest sequence has this many."""
+UNSEEN_LONGEST = 3.5
+"""Or, decided on the device, if the longest sequence has this many,"""
+DECIDE_SHARE = 17.0 / 0.03
+"""and the call takes so many microseconds that a decision against it costs 3 %: it takes 17 us, with what then runs idle."""
 DEVICE_SEQUENCES = 4096
 """Most sequences that the device looks through."""
 
@@ -78,8 +82,12 @@ def choose(
     if lengths is None:
         segment_len = max(_multiple(total_tokens / room), _shortest(total_tokens))
         if num_sequences * UNSEEN_PIECES * segment_len <= total_tokens:
-            return Cut.every(segment_len, total_tokens)
-        if 2 * num_sequences > room and num_sequences <= DEVICE_SEQUENCES:
+            # equal lengths gain least from a cut
+            equal = (-(-total_tokens // num_sequences),) * num_sequences
+            pays = cut_us(equal, segment_len, num_heads, num_processors) < MARGIN * serial_us(equal, num_heads, num_processors)
+            return Cut.every(segment_len, total_tokens) if pays else None
+        balanced = FORWARD_US / CHUNK * total_tokens * num_heads / num_processors
+        if 2 * num_sequences > room and num_sequences <= DEVICE_SEQUENCES and balanced >= DECIDE_SHARE:
             return Cut.every(segment_len, total_tokens, int(UNSEEN_LONGEST * segment_len))
         return None
     if max(lengths) * num_processors <= total_tokens * num_heads:  # no sequence outlasts the others' work
@@ -116,8 +124,13 @@ def cut_us(lengths: tuple[int, ...], segment_len: int, num_heads: int, num_proce
     rests = tuple(length - n * segment_len for length, n in zip(lengths, pieces, strict=True))
     forward = _makespan(sum(pieces), segment_len, rests, num_heads, num_processors)
     rounds = -(-sum(pieces) * num_heads // num_processors)
+    begun = min((sum(pieces) + len(lengths)) * num_heads, num_processors)
     return (
-        FORWARD_US / CHUNK * forward + SUMMARY_US / CHUNK * rounds * segment_len + CHAIN_US * max(pieces, default=0) + LAUNCH_US
+        FORWARD_US / CHUNK * forward
+        + SUMMARY_US / CHUNK * rounds * segment_len
+        + CHAIN_US * max(pieces, default=0)
+        + ITEM_US * begun
+        + LAUNCH_US
     )
 
 

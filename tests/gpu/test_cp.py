@@ -192,8 +192,10 @@ def test_state_dtypes_and_in_place():
 
 
 @pytest.mark.parametrize("long", [True, False])
-def test_graph_replay_with_other_offsets(long):
+def test_graph_replay_with_other_offsets(monkeypatch, long):
     """Captured once without looking at lengths; replayed with lengths that are cut elsewhere or not at all."""
+    monkeypatch.setattr(plan, "DECIDE_SHARE", 10.0)  # decide on the device in a small call too
+    plan.choose.cache_clear()
     case = on_gpu(cases.make("random_half", 16384, 8))
     lengths = [(16384, 0, 0, 0, 0, 0, 0, 0, 0, 0), (2048, 2048, 2048, 2048, 2048, 2048, 2048, 2047, 1, 0)]
     offsets = packed_offsets(*lengths[0 if long else 1]).cuda()
@@ -214,6 +216,8 @@ def test_graph_replay_with_other_offsets(long):
         assert same_bits(final, direct_final)
         serial, _ = fwd(case, None, None, packed_offsets(*other).cuda())
         assert rel(out, serial.double(), 2).max() < 1e-2
+    assert plan.choose(16384, 10, 8, 132, None).only_if_longer > 0
+    plan.choose.cache_clear()
 
 
 def test_no_synchronisation():
