@@ -31,9 +31,9 @@ class SummaryInfo:
     """What ``state_only`` measured, per segment and head.
 
     Attributes:
-        fallback: ``[NS, H]`` bool, True where the scan reached the segment's start, so that mt matters; the exit mask.
-        chunks: ``[NS, H]`` int32, trailing chunks replayed.
-        norm: ``[NS, H]`` fp32, ``||M||_F`` over the replayed suffix: what an exit drops is at most this times the norm of
+        fallback: ``[NS, HV]`` bool, True where the scan reached the segment's start, so that mt matters; the exit mask.
+        chunks: ``[NS, HV]`` int32, trailing chunks replayed.
+        norm: ``[NS, HV]`` fp32, ``||M||_F`` over the replayed suffix: what an exit drops is at most this times the norm of
             the state that enters the suffix.
     """
 
@@ -49,8 +49,8 @@ class Certificate:
     Attributes:
         plan: the segments.
         segment: ``[M]`` int64, the segment of each row; ``plan.capacity`` for unused rows.
-        chunks, norm, fallback: as in :class:`SummaryInfo`, ``[M, H]``.
-        dropped: ``[M, H]`` fp32, bound of the relative error of the state S_out that the segment hands on. Where its scan
+        chunks, norm, fallback: as in :class:`SummaryInfo`, ``[M, HV]``.
+        dropped: ``[M, HV]`` fp32, bound of the relative error of the state S_out that the segment hands on. Where its scan
             exited, ``||M||_F ||S_c||_F / ||S_out||_F`` with S_c the state that enters the replayed suffix; where it did not,
             what earlier exits of the sequence dropped and this segment let through, over ``||S_out||_F``. eps bounds the loss
             relative to S_c: where gates then erase all but what was dropped, it is large relative to S_out, and shows here.
@@ -98,6 +98,7 @@ def fwd(
     cu_seqlens: Tensor | None = None,
     *,
     output_final_state: bool = False,
+    beta_is_activated: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention prefill, each sequence from start to end.
@@ -112,23 +113,25 @@ def fwd(
 
     Args:
         q, k: ``[B, T, H, 128]`` bf16 queries and keys, any strides; normalised inside.
-        v: ``[B, T, H, 128]`` bf16 values.
-        g: ``[B, T, H, 128]`` bf16 or fp32 gate before activation.
-        beta: ``[B, T, H]`` bf16 or fp32 logits of the write strength.
+        v: ``[B, T, HV, 128]`` bf16 values; HV is a multiple of H, and value head h reads query and key head ``h // (HV / H)``.
+        g: ``[B, T, HV, 128]`` bf16 or fp32 gate before activation.
+        beta: ``[B, T, HV]`` bf16 or fp32 logits of the write strength.
         scale: finite factor of the outputs, usually ``128 ** -0.5``.
-        out: ``[B, T, H, 128]`` bf16, overwritten, or None to allocate. Must not share memory with an input. Tokens after
+        out: ``[B, T, HV, 128]`` bf16, overwritten, or None to allocate. Must not share memory with an input. Tokens after
             ``cu_seqlens[-1]`` are neither read nor written (0 if allocated here).
-        A_log: ``[H]`` fp32, or None for 0.
-        dt_bias: ``[H, 128]`` or ``[H * 128]`` fp32, or None for 0.
+        A_log: ``[HV]`` fp32, or None for 0.
+        dt_bias: ``[HV, 128]`` or ``[HV * 128]`` fp32, or None for 0.
         lower_bound: in [-5, 0]: the log decay of one token lies in [lower_bound, 0]; 0 means no decay. None (the softplus
             gate) is refused.
-        initial_state: ``[N, H, V, K]`` bf16 or fp32, or None for zeros; N is B, or the number of packed sequences. Not
+        initial_state: ``[N, HV, V, K]`` bf16 or fp32, or None for zeros; N is B, or the number of packed sequences. Not
             modified unless it is also passed as ``final_state``.
-        final_state: ``[N, H, V, K]`` bf16 or fp32, overwritten, or None. Its dtype may differ from ``initial_state``'s: the
+        final_state: ``[N, HV, V, K]`` bf16 or fp32, overwritten, or None. Its dtype may differ from ``initial_state``'s: the
             state is fp32 throughout and rounded once when stored.
         cu_seqlens: ``[N + 1]`` int32 or int64 on the device of q: first 0, non-decreasing; B must be 1. Sequences may be
             empty.
         output_final_state: allocate an fp32 ``final_state`` if none is given.
+        beta_is_activated: beta is the write strength itself, in [0, 2], and takes the place of ``sigmoid(beta)``. Above 1
+            the transition has negative eigenvalues; every bound holds up to 2 (docs/algorithm.md, section 5).
         impl: ``"auto"``, ``"reference"`` or ``"sm90"``; FLASH_KDA_IMPL if None.
 
     Returns:
@@ -142,9 +145,23 @@ def fwd(
     Does not wait on a CUDA device.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        output_final_state,
+        beta_is_activated,
     )
-    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    out, final_state = _allocate(problem, v, out, final_state, output_final_state)
     _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
     return out, final_state
 
@@ -167,6 +184,7 @@ def fwd_cp(
     auto_cp: bool = True,
     *,
     output_final_state: bool = False,
+    beta_is_activated: bool = False,
     segment_len: int | None = None,
     fixed_plan: bool = False,
     eps: float = EXIT_EPS,
@@ -183,7 +201,7 @@ def fwd_cp(
 
     Args:
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
-        output_final_state, impl: as in :func:`fwd`.
+        output_final_state, beta_is_activated, impl: as in :func:`fwd`.
         auto_cp: False is :func:`fwd`.
         segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
         fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
@@ -200,10 +218,24 @@ def fwd_cp(
     A NaN or inf does not cross an exit: what precedes a replayed suffix is not seen by later segments.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        output_final_state,
+        beta_is_activated,
     )
     eps = check.check_eps(eps)
-    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    out, final_state = _allocate(problem, v, out, final_state, output_final_state)
     told_how = fixed_plan or segment_len is not None
     path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp and told_how)
     plan = None
@@ -242,6 +274,7 @@ def state_only(
     num_warmup_chunks: Tensor | None = None,
     calc_mt: bool = False,
     *,
+    beta_is_activated: bool = False,
     eps: float = EXIT_EPS,
     return_info: bool = False,
     impl: str | None = None,
@@ -253,23 +286,24 @@ def state_only(
     Args:
         k, v, g, beta, A_log, dt_bias, lower_bound: as in :func:`fwd`.
         cu_seqlens: ``[NS + 1]`` segment offsets, e.g. ``SegmentPlan.cu_seqlens``; None takes each batch row as a segment.
-        num_warmup_chunks: int32 or int64 ``[NS, H]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
+        num_warmup_chunks: int32 or int64 ``[NS, HV]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
             instead of measuring.
         calc_mt: also return mt.
+        beta_is_activated: as in :func:`fwd`.
         eps: the measured exit; with 0 only where ``||M||_F`` is exactly 0 in fp32.
         return_info: also return a :class:`SummaryInfo`; its ``fallback`` is what ``correct_initial_states`` takes.
         impl: as in :func:`fwd`.
 
     Returns:
-        ``ht``, ``(ht, mt)``, ``(ht, info)`` or ``(ht, mt, info)``, fresh. ht is ``[NS, H, V, K]`` fp32, the state at the
-        segment's end had it begun at zero. mt is ``[NS, H, K, K]`` fp32: ``mt[n, h, i, j]`` is the derivative of
+        ``ht``, ``(ht, mt)``, ``(ht, info)`` or ``(ht, mt, info)``, fresh. ht is ``[NS, HV, V, K]`` fp32, the state at the
+        segment's end had it begun at zero. mt is ``[NS, HV, K, K]`` fp32: ``mt[n, h, i, j]`` is the derivative of
         ``S_out[i, :]`` by ``S_in[j, :]``, so that V-first states go ``h_next = h @ mt.mT + ht``. After an exit mt is 0; for an
         empty segment ht = 0 and mt = I.
 
     Raises:
         As :func:`fwd`.
     """
-    problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+    problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, beta_is_activated)
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
         num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
@@ -308,7 +342,7 @@ def get_warmup_chunks(
         impl: as in :func:`fwd`.
 
     Returns:
-        ``(num_warmup, fallback)``: ``[NS, H]`` int32 and bool. Where the bound is not met inside the segment, fallback is
+        ``(num_warmup, fallback)``: ``[NS, HV]`` int32 and bool. Where the bound is not met inside the segment, fallback is
         True and num_warmup is all of its chunks: such a segment needs mt.
 
     Raises:
@@ -333,16 +367,16 @@ def correct_initial_states(
     """State that enters each segment: ``h[i + 1] = h[i] @ mt[i].mT + ht[i]`` along each sequence, V-first.
 
     Args:
-        initial_state: ``[N, H, V, K]`` bf16 or fp32, or None for zeros.
-        ht: ``[NS, H, V, K]`` fp32 from :func:`state_only`.
-        mt: ``[NS, H, K, K]`` fp32, or None if no segment needs it: then ``h[i + 1] = ht[i]``.
-        fallback: ``[NS, H]`` or ``[NS]`` bool, True where mt matters; where False, mt and all that precedes the segment are
+        initial_state: ``[N, HV, V, K]`` bf16 or fp32, or None for zeros.
+        ht: ``[NS, HV, V, K]`` fp32 from :func:`state_only`.
+        mt: ``[NS, HV, K, K]`` fp32, or None if no segment needs it: then ``h[i + 1] = ht[i]``.
+        fallback: ``[NS, HV]`` or ``[NS]`` bool, True where mt matters; where False, mt and all that precedes the segment are
             skipped, by selection. None: True everywhere if mt is given.
         seq_map: ``[N + 1]`` int32 or int64: sequence n owns segments ``seq_map[n] .. seq_map[n + 1] - 1``
             (``SegmentPlan.seq_map``).
 
     Returns:
-        ``[NS, H, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
+        ``[NS, HV, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
 
     Raises:
         ValueError: also if fallback is True somewhere and mt is None (checked where free).
@@ -364,13 +398,13 @@ def correct_initial_states(
 
 
 def _allocate(
-    problem: check.Problem, q: Tensor, out: Tensor | None, final_state: Tensor | None, output_final_state: bool
+    problem: check.Problem, v: Tensor, out: Tensor | None, final_state: Tensor | None, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     if out is None:
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     if final_state is None and output_final_state:
-        shape = (problem.num_sequences, q.shape[2], HEAD_DIM, HEAD_DIM)
-        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+        shape = (problem.num_sequences, v.shape[2], HEAD_DIM, HEAD_DIM)
+        final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
     return out, final_state
 
 

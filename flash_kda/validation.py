@@ -79,6 +79,7 @@ def check_forward(
     final_state: Tensor | None,
     cu_seqlens: Tensor | None,
     output_final_state: bool = False,
+    beta_is_activated: bool = False,
 ) -> Problem:
     """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
 
@@ -86,7 +87,8 @@ def check_forward(
     microseconds. Aliasing and contents are looked at every time.
     """
     everything = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
-    key = _metadata(everything, scale, lower_bound, output_final_state)
+    _check_flag("beta_is_activated", beta_is_activated)
+    key = _metadata(everything, scale, lower_bound, bool(output_final_state), beta_is_activated)
     memo = None if key is None else _seen.get(key)
     if memo is None:
         named: dict[str, Tensor | None] = dict(zip(FORWARD_TENSORS, everything, strict=True))
@@ -95,13 +97,13 @@ def check_forward(
         _check_no_grad(named)
         _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
         if out is not None:
-            _check_shape("out", out, "[B,T,H,V]", tuple(q.shape))
+            _check_shape("out", out, "[B,T,HV,V]", tuple(v.shape))
             _check_dtype("out", out, (torch.bfloat16,))
             _check_writable("out", out)
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         for name, state in (("initial_state", initial_state), ("final_state", final_state)):
             if state is not None:
-                _check_shape(name, state, "[N,H,V,K]", (sequences, q.shape[2], HEAD_DIM, HEAD_DIM))
+                _check_shape(name, state, "[N,HV,V,K]", (sequences, v.shape[2], HEAD_DIM, HEAD_DIM))
                 _check_dtype(name, state, STATE_DTYPES)
         if final_state is not None:
             _check_writable("final_state", final_state)
@@ -120,16 +122,17 @@ def check_forward(
         for other, start in enumerate(starts):
             if start < last and first < start + extents[other] and other != target:
                 _check_aliasing(everything, target, other)
-    inputs = Inputs(q, k, v, g, beta, A_log, _per_head_bias(dt_bias, q.shape[2]), float(lower_bound), float(scale))
+    bias = _per_head_bias(dt_bias, v.shape[2])
+    inputs = Inputs(q, k, v, g, beta, A_log, bias, float(lower_bound), float(scale), beta_is_activated)
     return _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, initial_state, memo)
 
 
-def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, with_final: bool) -> Key | None:
+def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, *flags: object) -> Key | None:
     """All that the checks of a call can depend on besides addresses and contents; None if an argument is of no kind known."""
     if type(scale) not in (float, int) or type(lower_bound) not in (float, int):
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [scale, lower_bound, bool(with_final), grad, torch.is_inference_mode_enabled()]
+    key: list[object] = [scale, lower_bound, *flags, grad, torch.is_inference_mode_enabled()]
     try:
         for x in tensors:
             if x is None:
@@ -171,13 +174,16 @@ def check_summary(
     dt_bias: Tensor | None,
     lower_bound: float,
     cu_seqlens: Tensor | None,
+    beta_is_activated: bool = False,
 ) -> Problem:
     """The contract of ``state_only``: that of ``fwd`` for the tensors it takes."""
     tensors = {"k": k, "v": v, "g": g, "beta": beta}
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_no_grad({**tensors, **optional})
     _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
-    inputs = Inputs(None, k, v, g, beta, A_log, _per_head_bias(dt_bias, k.shape[2]), float(lower_bound))
+    _check_flag("beta_is_activated", beta_is_activated)
+    bias = _per_head_bias(dt_bias, v.shape[2])
+    inputs = Inputs(None, k, v, g, beta, A_log, bias, float(lower_bound), beta_is_activated=beta_is_activated)
     return _problem(inputs, k.shape[0], k.shape[1], cu_seqlens)
 
 
@@ -193,7 +199,7 @@ def check_gates(
 
 
 def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
-    """``[NS, H]`` counts of ``state_only``, negative ones refused where free to read."""
+    """``[NS, HV]`` counts of ``state_only``, negative ones refused where free to read."""
     name = "num_warmup_chunks"
     x = per_head(name, x, problem.num_sequences, problem.inputs.heads, OFFSET_DTYPES)
     check_devices({name: x}, problem.inputs.k.device)
@@ -205,20 +211,20 @@ def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
 def check_correction(
     initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, fallback: Tensor | None, seq_map: Tensor
 ) -> Tensor | None:
-    """The contract of ``correct_initial_states``. Returns fallback as ``[NS, H]`` bool or None."""
+    """The contract of ``correct_initial_states``. Returns fallback as ``[NS, HV]`` bool or None."""
     tensors = {"ht": ht, "mt": mt, "fallback": fallback, "seq_map": seq_map, "initial_state": initial_state}
     _check_tensors(tensors, required=("ht", "seq_map"))
     _check_no_grad(tensors)
-    _check_rank("ht", ht, "[NS,H,V,K]", 4)
+    _check_rank("ht", ht, "[NS,HV,V,K]", 4)
     segments, heads = ht.shape[:2]
-    _check_shape("ht", ht, "[NS,H,V,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
+    _check_shape("ht", ht, "[NS,HV,V,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
     _check_dtype("ht", ht, (torch.float32,))
     _check_offset_tensor("seq_map", seq_map)
     if mt is not None:
-        _check_shape("mt", mt, "[NS,H,K,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
+        _check_shape("mt", mt, "[NS,HV,K,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("mt", mt, (torch.float32,))
     if initial_state is not None:
-        _check_shape("initial_state", initial_state, "[N,H,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
+        _check_shape("initial_state", initial_state, "[N,HV,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("initial_state", initial_state, STATE_DTYPES)
     check_devices(tensors, ht.device)
     if readable(seq_map) or settings.debug():
@@ -278,13 +284,13 @@ def check_plan(
 
 
 def per_head(name: str, x: Tensor, segments: int, heads: int, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """``[NS, H]`` from ``[NS, H]`` or the published per-segment form ``[NS]``."""
+    """``[NS, HV]`` from ``[NS, HV]`` or the published per-segment form ``[NS]``."""
     _check_tensors({name: x})
     _check_dtype(name, x, dtypes)
     if x.dim() == 1 and x.shape[0] == segments:
         return x[:, None].expand(segments, heads)
     if tuple(x.shape) != (segments, heads):
-        raise ValueError(f"{name} must have shape [NS,H] = {(segments, heads)} or [NS] = {(segments,)}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape [NS,HV] = {(segments, heads)} or [NS] = {(segments,)}, got {tuple(x.shape)}")
     return x
 
 
@@ -348,28 +354,35 @@ def _check_tokens(
     _number("scale", scale)
     lead_name = next(iter(tensors))
     lead = tensors[lead_name]
-    _check_rank(lead_name, lead, "[B,T,H,K]", 4)
+    lead_layout = "[B,T,HV,K]" if lead_name == "g" else "[B,T,H,K]"
+    _check_rank(lead_name, lead, lead_layout, 4)
     batch, tokens, heads, dim = lead.shape
     if dim != HEAD_DIM:
         raise ValueError(
-            f"{lead_name} must have head dimension K = V = {HEAD_DIM}, got {dim} in shape {tuple(lead.shape)} of [B,T,H,K]"
+            f"{lead_name} must have head dimension K = V = {HEAD_DIM}, got {dim} in shape {tuple(lead.shape)} of {lead_layout}"
         )
     if heads < 1:
-        raise ValueError(f"{lead_name} must have at least one head, got shape {tuple(lead.shape)} of [B,T,H,K]")
+        raise ValueError(f"{lead_name} must have at least one head, got shape {tuple(lead.shape)} of {lead_layout}")
+    source = "v" if "v" in tensors else lead_name
+    value_heads = _value_heads(tensors[source], heads, lead_name) if source == "v" else heads
+    taken_from = f"; HV is the third axis of {source} = {tuple(tensors[source].shape)}"
     for name, x in tensors.items():
-        layout = {"beta": "[B,T,H]", "v": "[B,T,H,V]"}.get(name, "[B,T,H,K]")
-        _check_shape(name, x, layout, (batch, tokens, heads) if name == "beta" else (batch, tokens, heads, dim))
+        if name in ("q", "k"):
+            _check_shape(name, x, "[B,T,H,K]", (batch, tokens, heads, dim))
+        elif name == "beta":
+            _check_shape(name, x, "[B,T,HV]", (batch, tokens, value_heads), taken_from)
+        else:
+            layout = "[B,T,HV,V]" if name == "v" else "[B,T,HV,K]"
+            _check_shape(name, x, layout, (batch, tokens, value_heads, dim), "" if name == source else taken_from)
         _check_dtype(name, x, GATE_DTYPES if name in ("g", "beta") else (torch.bfloat16,))
-    taken_from = f"; H is the third axis of {lead_name} [B,T,H,K] = {tuple(lead.shape)}"
     if A_log is not None:
-        if tuple(A_log.shape) != (heads,):
-            raise ValueError(f"A_log must have shape [H] = {(heads,)}, got {tuple(A_log.shape)}{taken_from}")
+        _check_shape("A_log", A_log, "[HV]", (value_heads,), taken_from)
         _check_dtype("A_log", A_log, (torch.float32,))
     if dt_bias is not None:
-        if tuple(dt_bias.shape) not in ((heads, dim), (heads * dim,)):
+        pair, flat = (value_heads, dim), (value_heads * dim,)
+        if tuple(dt_bias.shape) not in (pair, flat):
             raise ValueError(
-                f"dt_bias must have shape [H,K] = {(heads, dim)} or [H*K] = {(heads * dim,)}, got {tuple(dt_bias.shape)}"
-                + taken_from
+                f"dt_bias must have shape [HV,K] = {pair} or [HV*K] = {flat}, got {tuple(dt_bias.shape)}{taken_from}"
             )
         _check_dtype("dt_bias", dt_bias, (torch.float32,))
     check_devices({**tensors, **optional}, lead.device)
@@ -377,7 +390,7 @@ def _check_tokens(
     if cu_seqlens is not None:
         if batch != 1:
             raise ValueError(
-                f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of [B,T,H,K]; "
+                f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of {lead_layout}; "
                 "pack the sequences on the token axis"
             )
         _check_offset_tensor("cu_seqlens", cu_seqlens)
@@ -405,6 +418,18 @@ def _problem(
         _check_finite({name: None if x is None else x[:, :covered] for name, x in token_tensors.items()})
         _check_finite({"A_log": inputs.A_log, "dt_bias": inputs.dt_bias, "initial_state": initial_state})
     return Problem(inputs, cu_seqlens, num_sequences, max_len, {} if memo is None else memo)
+
+
+def _value_heads(v: Tensor, heads: int, lead_name: str) -> int:
+    """HV, a multiple of the H heads that q and k have."""
+    _check_rank("v", v, "[B,T,HV,V]", 4)
+    value_heads = v.shape[2]
+    if value_heads < heads or value_heads % heads:
+        raise ValueError(
+            f"v must have a multiple of the H = {heads} heads of {lead_name} as HV, got shape {tuple(v.shape)} of [B,T,HV,V]; "
+            "value head h reads query and key head h // (HV / H)"
+        )
+    return value_heads
 
 
 def _per_head_bias(dt_bias: Tensor | None, heads: int) -> Tensor | None:
@@ -457,9 +482,14 @@ def _check_rank(name: str, x: Tensor, layout: str, rank: int) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(x.shape)}")
 
 
-def _check_shape(name: str, x: Tensor, layout: str, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, x: Tensor, layout: str, shape: tuple[int, ...], remedy: str = "") -> None:
     if tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(x.shape)}{remedy}")
+
+
+def _check_flag(name: str, value: bool) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:

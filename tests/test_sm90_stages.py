@@ -36,13 +36,29 @@ def launches(monkeypatch):
 
 
 def fwd(case, **options):
-    arguments = {**vars(case), "out": torch.zeros_like(case.q), **options}
+    arguments = {**vars(case), "out": torch.zeros_like(case.v), **options}
     return flash_kda.fwd(**arguments, impl="sm90")
 
 
 def test_variants_share_one_signature():
     assert {v.name for v in FORWARD} == {"forward", "forward_split_v"}
     assert all(v.signature == SIGNATURE for v in FORWARD)
+
+
+def test_grouped_heads_are_not_repeated(launches):
+    case = cases.grouped(cases.random(40, 6), 3)
+    fwd(case, output_final_state=True)
+    (call,) = launches
+    for name, heads in (("q", 2), ("k", 2), ("v", 6), ("g", 6)):
+        x = getattr(case, name)
+        assert call[f"{name}_desc"] == (x.data_ptr(), (40, heads, D), x.stride()[1:])
+    assert (call["heads"], call["qk_group"], call["n_items"]) == (6, 3, 6)
+
+
+def test_activated_beta_is_refused(launches):
+    with pytest.raises(NotImplementedError, match="beta is activated"):
+        fwd(cases.negative(cases.random(40, 2)))
+    assert not launches
 
 
 def test_dense_batch(launches):

@@ -64,6 +64,8 @@ def refusal(
 def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> str | None:
     if inputs.q is None:
         return "there is no q"
+    if inputs.beta_is_activated:
+        return "beta is activated, the kernels apply the sigmoid themselves"
     if inputs.tokens == 0:
         return None
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "out": out, "beta": inputs.beta}
