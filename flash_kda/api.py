@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import debug, dispatch
 from . import validation as check
 from .constants import CHUNK, EXIT_EPS, HEAD_DIM
 from .plan import SegmentPlan, plan_segments
@@ -98,6 +98,8 @@ def fwd(
     cu_seqlens: Tensor | None = None,
     *,
     output_final_state: bool = False,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     beta_is_activated: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -130,6 +132,11 @@ def fwd(
         cu_seqlens: ``[N + 1]`` int32 or int64 on the device of q: first 0, non-decreasing; B must be 1. Sequences may be
             empty.
         output_final_state: allocate an fp32 ``final_state`` if none is given.
+        initial_state_indices: ``[N]`` int32: ``initial_state`` is a pool ``[slots, HV, V, K]``, slots any distance apart, and
+            sequence n starts from slot ``initial_state_indices[n]``; from zeros where there is no such slot (-1, or too large).
+        final_state_indices: ``[N]`` int32: ``final_state`` is a pool and sequence n ends in slot ``final_state_indices[n]``;
+            nowhere if there is no such slot. Other slots are untouched. A slot is named once; in place (both pools the same
+            tensor) only by the sequence that also reads it, or by none that reads.
         beta_is_activated: beta is the write strength itself, in [0, 2], and takes the place of ``sigmoid(beta)``. Above 1
             the transition has negative eigenvalues; every bound holds up to 2 (docs/algorithm.md, section 5).
         impl: ``"auto"``, ``"reference"`` or ``"sm90"``; FLASH_KDA_IMPL if None.
@@ -160,9 +167,13 @@ def fwd(
         cu_seqlens,
         output_final_state,
         beta_is_activated,
+        initial_state_indices,
+        final_state_indices,
     )
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
     _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
+    if problem.debug:
+        debug.check_results(problem, out, final_state)
     return out, final_state
 
 
@@ -184,6 +195,8 @@ def fwd_cp(
     auto_cp: bool = True,
     *,
     output_final_state: bool = False,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     beta_is_activated: bool = False,
     segment_len: int | None = None,
     fixed_plan: bool = False,
@@ -201,7 +214,7 @@ def fwd_cp(
 
     Args:
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
-        output_final_state, beta_is_activated, impl: as in :func:`fwd`.
+        output_final_state, initial_state_indices, final_state_indices, beta_is_activated, impl: as in :func:`fwd`.
         auto_cp: False is :func:`fwd`.
         segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
         fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
@@ -233,6 +246,8 @@ def fwd_cp(
         cu_seqlens,
         output_final_state,
         beta_is_activated,
+        initial_state_indices,
+        final_state_indices,
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
@@ -258,6 +273,8 @@ def fwd_cp(
     else:
         with torch.no_grad():
             made = _forward_segments(problem, path, plan, out, initial_state, final_state, eps, certificate)
+    if problem.debug:
+        debug.check_results(problem, out, final_state)
     return (out, final_state, made) if certificate else (out, final_state)
 
 
@@ -435,7 +452,8 @@ def _choose(
     def refusal() -> str | None:
         if certificate:
             return "the kernels measure no certificate"
-        return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, problem.memo)
+        indices = (problem.initial_state_indices, problem.final_state_indices)
+        return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, *indices, problem.memo)
 
     return dispatch.choose(impl, out.device, refusal)
 
@@ -453,7 +471,9 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             out,
             max_len=problem.max_len,
             initial_state=initial_state,
+            in_index=problem.initial_state_indices,
             final_state=final_state,
+            out_index=problem.final_state_indices,
             memo=problem.memo,
         )
         return
@@ -465,7 +485,9 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             packed,
             max_len=problem.max_len,
             initial_state=initial_state,
+            in_index=problem.initial_state_indices,
             final_state=final_state,
+            out_index=problem.final_state_indices,
         )
         _unpack(packed, out)
 
@@ -482,6 +504,8 @@ def _forward_segments(
 ) -> Certificate | None:
     """Summary, chain, forward. Slots hold the state handed on at the end of every segment that has a successor."""
     inputs, device = problem.inputs, out.device
+    if initial_state is not None and problem.initial_state_indices is not None:
+        initial_state = stages.gather_rows(initial_state, problem.initial_state_indices)
     of_slot = plan.segment_of_slot()
     summary = stages.state_summary(inputs, plan.cu_seqlens, max_len=plan.max_segment_len, segments=of_slot, eps=eps)
     handed_on = stages.chain(initial_state, summary.ht, summary.mt, ~summary.exited, plan.slot_map(), max_slots=plan.num_slots)
@@ -501,7 +525,8 @@ def _forward_segments(
         table = torch.full((plan.capacity + 1, inputs.heads), -1, dtype=torch.int64, device=device)
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
-    out_index = torch.where(used & last, owner, -1)
+    row = owner if problem.final_state_indices is None else problem.final_state_indices.long()[owner]
+    out_index = torch.where(used & last, row, -1)
     if path == "sm90":
         sm90.forward(
             inputs,

@@ -2,7 +2,7 @@
 
 Errors have one shape, ``<argument> must <requirement>, got <value>; <remedy>``. Shapes, dtypes, devices, strides and
 aliasing are metadata and always checked. Contents are checked where they are free to read: offsets on a CPU. Contents of
-device tensors are only read with ``FLASH_KDA_DEBUG=1`` (settings.py).
+device tensors are only read with ``FLASH_KDA_DEBUG`` (settings.py, debug.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import settings
+from . import debug, settings
 from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
 from .inputs import Inputs
@@ -28,7 +28,8 @@ GATE_DTYPES = (torch.bfloat16, torch.float32)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 
 FORWARD_TENSORS = (
-    "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"
+    "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens",
+    "initial_state_indices", "final_state_indices",
 )  # fmt: skip
 OUT, INITIAL_STATE, FINAL_STATE = (FORWARD_TENSORS.index(name) for name in ("out", "initial_state", "final_state"))
 
@@ -49,6 +50,9 @@ class Problem:
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
         memo: shared by all calls that differ only in addresses and contents: a stage may keep here what depends on neither.
+        initial_state_indices, final_state_indices: ``[N]`` int32 rows of the states that each sequence reads and writes, or
+            None for row n.
+        debug: what was asked to be looked for in contents.
     """
 
     inputs: Inputs
@@ -56,6 +60,9 @@ class Problem:
     num_sequences: int
     max_len: int
     memo: Memo = field(default_factory=dict)
+    initial_state_indices: Tensor | None = None
+    final_state_indices: Tensor | None = None
+    debug: tuple[str, ...] = ()
 
     def offsets(self) -> Tensor:
         """``[N + 1]`` offsets, made where there are none."""
@@ -80,13 +87,18 @@ def check_forward(
     cu_seqlens: Tensor | None,
     output_final_state: bool = False,
     beta_is_activated: bool = False,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
 ) -> Problem:
     """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
 
     What only depends on shapes, dtypes, strides and devices is remembered: a call like an earlier one costs the host a few
     microseconds. Aliasing and contents are looked at every time.
     """
-    everything = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
+    everything = (
+        q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens, initial_state_indices,
+        final_state_indices,
+    )  # fmt: skip
     _check_flag("beta_is_activated", beta_is_activated)
     key = _metadata(everything, scale, lower_bound, bool(output_final_state), beta_is_activated)
     memo = None if key is None else _seen.get(key)
@@ -101,10 +113,8 @@ def check_forward(
             _check_dtype("out", out, (torch.bfloat16,))
             _check_writable("out", out)
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-            if state is not None:
-                _check_shape(name, state, "[N,HV,V,K]", (sequences, v.shape[2], HEAD_DIM, HEAD_DIM))
-                _check_dtype(name, state, STATE_DTYPES)
+        _check_states("initial_state", initial_state, initial_state_indices, sequences, v.shape[2])
+        _check_states("final_state", final_state, final_state_indices, sequences, v.shape[2])
         if final_state is not None:
             _check_writable("final_state", final_state)
         memo = {"extents": tuple(0 if x is None else _extent(x) for x in everything)}
@@ -124,7 +134,11 @@ def check_forward(
                 _check_aliasing(everything, target, other)
     bias = _per_head_bias(dt_bias, v.shape[2])
     inputs = Inputs(q, k, v, g, beta, A_log, bias, float(lower_bound), float(scale), beta_is_activated)
-    return _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, initial_state, memo)
+    problem = _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, memo, initial_state_indices, final_state_indices)
+    if problem.debug:
+        shared = initial_state is not None and final_state is not None and _overlap(initial_state, final_state)
+        debug.check_call(problem, initial_state, final_state, shared)
+    return problem
 
 
 def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, *flags: object) -> Key | None:
@@ -184,7 +198,10 @@ def check_summary(
     _check_flag("beta_is_activated", beta_is_activated)
     bias = _per_head_bias(dt_bias, v.shape[2])
     inputs = Inputs(None, k, v, g, beta, A_log, bias, float(lower_bound), beta_is_activated=beta_is_activated)
-    return _problem(inputs, k.shape[0], k.shape[1], cu_seqlens)
+    problem = _problem(inputs, k.shape[0], k.shape[1], cu_seqlens)
+    if problem.debug:
+        debug.check_call(problem)
+    return problem
 
 
 def check_gates(
@@ -195,7 +212,10 @@ def check_gates(
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
     inputs = Inputs(None, g, g, g, g[..., 0], A_log, _per_head_bias(dt_bias, g.shape[2]), float(lower_bound))
-    return _problem(inputs, g.shape[0], g.shape[1], cu_seqlens)
+    problem = _problem(inputs, g.shape[0], g.shape[1], cu_seqlens)
+    if problem.debug:
+        debug.check_call(problem)
+    return problem
 
 
 def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
@@ -203,7 +223,7 @@ def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
     name = "num_warmup_chunks"
     x = per_head(name, x, problem.num_sequences, problem.inputs.heads, OFFSET_DTYPES)
     check_devices({name: x}, problem.inputs.k.device)
-    if (readable(x) or settings.debug()) and bool((x < 0).any()):
+    if (readable(x) or "bounds" in settings.debug()) and bool((x < 0).any()):
         raise ValueError(f"{name} must be >= 0, got {int(x.min())}")
     return x
 
@@ -227,12 +247,12 @@ def check_correction(
         _check_shape("initial_state", initial_state, "[N,HV,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("initial_state", initial_state, STATE_DTYPES)
     check_devices(tensors, ht.device)
-    if readable(seq_map) or settings.debug():
+    if readable(seq_map) or "bounds" in settings.debug():
         check_offsets("seq_map", seq_map, segments, "segments")
     if fallback is None:
         return None
     fallback = per_head("fallback", fallback, segments, heads, (torch.bool,))
-    if mt is None and (readable(fallback) or settings.debug()) and bool(fallback.any()):
+    if mt is None and (readable(fallback) or "bounds" in settings.debug()) and bool(fallback.any()):
         raise ValueError(
             "mt must be given where fallback is True, got None; call state_only(..., calc_mt=True) or pass fallback=None"
         )
@@ -262,7 +282,7 @@ def check_plan(
         if fixed_plan:
             raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
     offsets = None
-    if readable(cu_seqlens) or settings.debug():
+    if readable(cu_seqlens) or "bounds" in settings.debug():
         offsets = check_offsets("cu_seqlens", cu_seqlens, total_tokens, "tokens")
     if cu_seqlens_cpu is None:
         return offsets
@@ -401,23 +421,36 @@ def _problem(
     batch: int,
     tokens: int,
     cu_seqlens: Tensor | None,
-    initial_state: Tensor | None = None,
     memo: Memo | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
 ) -> Problem:
-    """The call; reads contents where that is free or asked for."""
-    num_sequences, max_len, covered = batch, tokens, tokens
-    debug = settings.debug()
+    """The call; reads offsets where that is free or asked for."""
+    num_sequences, max_len = batch, tokens
+    asked = settings.debug()
     if cu_seqlens is not None:
         num_sequences = cu_seqlens.numel() - 1
-        if debug or readable(cu_seqlens):
+        if readable(cu_seqlens) or "bounds" in asked:
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
-            covered = values[-1]
-    if debug:
-        token_tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": inputs.beta}
-        _check_finite({name: None if x is None else x[:, :covered] for name, x in token_tensors.items()})
-        _check_finite({"A_log": inputs.A_log, "dt_bias": inputs.dt_bias, "initial_state": initial_state})
-    return Problem(inputs, cu_seqlens, num_sequences, max_len, {} if memo is None else memo)
+    memo = {} if memo is None else memo
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, memo, initial_state_indices, final_state_indices, asked)
+
+
+def _check_states(name: str, state: Tensor | None, indices: Tensor | None, sequences: int, heads: int) -> None:
+    """One state a sequence, or a pool and the slot of each."""
+    if state is not None:
+        slots, layout = sequences, "[N,HV,V,K]"
+        if indices is not None:
+            _check_rank(name, state, "[slots,HV,V,K]", 4)
+            slots, layout = state.shape[0], "[slots,HV,V,K]"
+        _check_shape(name, state, layout, (slots, heads, HEAD_DIM, HEAD_DIM))
+        _check_dtype(name, state, STATE_DTYPES)
+    if indices is not None:
+        if state is None:
+            raise ValueError(f"{name} must be given with {name}_indices, got None; they name its slots")
+        _check_shape(f"{name}_indices", indices, "[N]", (sequences,))
+        _check_dtype(f"{name}_indices", indices, (torch.int32,))
 
 
 def _value_heads(v: Tensor, heads: int, lead_name: str) -> int:
@@ -519,13 +552,6 @@ def _check_writable(name: str, x: Tensor) -> None:
                 "do not expand a tensor that is written to"
             )
         extent = stride * (size - 1) + extent
-
-
-def _check_finite(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> None:
-    for name, x in tensors.items():
-        if x is not None and not bool(x.isfinite().all()):
-            where = (~x.isfinite()).nonzero()[0].tolist()
-            raise ValueError(f"{name} must be finite, got {x[tuple(where)].item()} at {where} (FLASH_KDA_DEBUG=1)")
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:

@@ -514,6 +514,19 @@ class _StateRows:
             scatter_rows(self.final_state, self.out_index, self.ends)
 
 
+def gather_rows(source: Tensor, row: Tensor) -> Tensor:
+    """``source[row[i]]``, or zeros where there is no such row, without the host knowing where.
+
+    Args:
+        source: ``[M, ...]``.
+        row: ``[N]`` integers.
+    """
+    if source.shape[0] == 0:
+        return source.new_zeros(row.numel(), *source.shape[1:])
+    there = (row >= 0) & (row < source.shape[0])
+    return torch.where(there.view(-1, *[1] * (source.dim() - 1)), source[torch.where(there, row, 0)], 0)
+
+
 def scatter_rows(target: Tensor, row: Tensor, values: Tensor) -> None:
     """``target[row[i]] = values[i]`` where there is such a row, without the host knowing where; no row twice.
 

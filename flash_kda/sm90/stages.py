@@ -35,6 +35,8 @@ def refusal(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
+    in_index: Tensor | None,
+    out_index: Tensor | None,
     memo: dict[str, Any],
 ) -> str | None:
     """Why the kernels cannot take these tensors, or None.
@@ -43,14 +45,17 @@ def refusal(
         inputs: the tensors, with or without batch axis.
         cu_seqlens: offsets, or None.
         out: like q.
-        initial_state, final_state: ``[N, H, V, K]`` or None.
+        initial_state, final_state: states or pools, or None.
+        in_index, out_index: their rows, or None.
         memo: of the kind of call: what depends on shapes, strides and dtypes alone is kept there.
     """
     reason: str | None
     if "refusal" not in memo:
         reason = _refusal(inputs, out, initial_state, final_state)
-        if reason is None and cu_seqlens is not None and not cu_seqlens.is_contiguous():
-            reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
+        vectors = {"cu_seqlens": cu_seqlens, "initial_state_indices": in_index, "final_state_indices": out_index}
+        for name, x in vectors.items():
+            if reason is None and x is not None and not x.is_contiguous():
+                reason = f"{name} has stride {x.stride(0)}, the kernels need it contiguous"
         memo["refusal"] = reason
     reason = memo["refusal"]
     if reason is None:
@@ -78,8 +83,9 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
         if name == "beta":
             continue
         strides = x.stride()[token:]
-        expanded = any(s == 0 and n > 1 for s, n in zip(strides, x.shape[token:], strict=True))
-        if strides[2] != 1 or strides[0] % VECTOR or strides[1] % VECTOR or expanded:
+        # The stride of an axis of size 1 is never used, and torch leaves anything in it.
+        steps = [s for s, n in zip(strides, (inputs.tokens, x.shape[-2]), strict=False) if n > 1]
+        if strides[2] != 1 or any(s % VECTOR or s == 0 for s in steps):
             return (
                 f"{name} has strides {strides} for (token, head, channel), the kernels need 1 for the last and positive "
                 f"multiples of {VECTOR} elements for the others"
