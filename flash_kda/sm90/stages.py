@@ -129,9 +129,7 @@ def forward(
         decided: one int32 that holds the length of pieces instead (:func:`decide`).
         memo: of the kind of call, as in :func:`refusal`.
     """
-    if inputs.tokens == 0:  # a tensor map cannot describe nothing
-        if final_state is not None:
-            final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+    if inputs.tokens == 0 and (final_state is None or final_state.numel() == 0):
         return
     call: _Call | None = None if memo is None else memo.get("call")
     if call is None:
@@ -143,17 +141,20 @@ def forward(
             memo["call"] = call
     if call.grid == 0:
         return
-    q = inputs.q
+    q, k, v, g, o = inputs.q, inputs.k, inputs.v, inputs.g, out
+    if inputs.tokens == 0 and final_state is not None:
+        # States still move. A tensor map cannot describe nothing: it describes memory that nobody will touch.
+        q = k = v = g = o = final_state
     assert q is not None
     q_view, k_view, v_view, g_view, out_view = call.views
     launch.kernel(call.kernel).launch(
         call.device,
         (call.grid, 1, 1),
         (q.data_ptr(), *q_view),
-        (inputs.k.data_ptr(), *k_view),
-        (inputs.v.data_ptr(), *v_view),
-        (inputs.g.data_ptr(), *g_view),
-        (out.data_ptr(), *out_view),
+        (k.data_ptr(), *k_view),
+        (v.data_ptr(), *v_view),
+        (g.data_ptr(), *g_view),
+        (o.data_ptr(), *out_view),
         inputs.beta.data_ptr(),
         out.data_ptr(),
         *(
@@ -223,7 +224,10 @@ class _Call:
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
-        sequences = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
+        if cu_seqlens is not None:
+            sequences = cu_seqlens.numel() - 1
+        else:
+            sequences = tokens // max_len if max_len else inputs.k.shape[0]
         segments = sequences + num_slots
         items = segments * heads
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
@@ -250,7 +254,7 @@ class _Call:
             "forward_split_v" if split == 2 else "forward",
             out.device.index,
             ctas * split,
-            tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (q, inputs.k, inputs.v, inputs.g, out)),
+            tuple(((max(tokens, 1), *x.shape[-2:]), x.stride()[-3:]) for x in (q, inputs.k, inputs.v, inputs.g, out)),
             (
                 heads,
                 heads // q.shape[-2],
