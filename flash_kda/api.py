@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import debug, dispatch
+from . import checkpoints, debug, dispatch
 from . import validation as check
 from .constants import CHUNK, EXIT_EPS, HEAD_DIM
 from .plan import SegmentPlan, plan_segments
@@ -100,6 +100,9 @@ def fwd(
     output_final_state: bool = False,
     initial_state_indices: Tensor | None = None,
     final_state_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int | None = None,
     beta_is_activated: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -137,6 +140,15 @@ def fwd(
         final_state_indices: ``[N]`` int32: ``final_state`` is a pool and sequence n ends in slot ``final_state_indices[n]``;
             nowhere if there is no such slot. Other slots are untouched. A slot is named once; in place (both pools the same
             tensor) only by the sequence that also reads it, or by none that reads.
+        checkpoint_states: bf16 or fp32, written: states on the way, each what a call that stops there returns as
+            ``final_state``, bit for bit at multiples of 32. Rows that are not asked for are untouched.
+        checkpoint_offsets: ``[N, C]`` or ``[N]`` int32 or int64: the state of sequence n after ``checkpoint_offsets[n, c]`` of
+            its tokens goes to ``checkpoint_states[n, c]``, of shape ``[N, C, HV, V, K]`` or ``[N, HV, V, K]``. A multiple of 16
+            up to the sequence's length, or 0 or less for none. Anything else is an error where offsets can be read (on a
+            CPU, or in debug mode); elsewhere its row becomes NaN.
+        checkpoint_every: instead of offsets, every so many tokens of each sequence, a multiple of 16. ``checkpoint_states`` is
+            ``[B * T // checkpoint_every, HV, V, K]``; the j-th of a sequence that starts at token t of the packed axis goes to
+            row ``t // checkpoint_every + j - 1``.
         beta_is_activated: beta is the write strength itself, in [0, 2], and takes the place of ``sigmoid(beta)``. Above 1
             the transition has negative eigenvalues; every bound holds up to 2 (docs/algorithm.md, section 5).
         impl: ``"auto"``, ``"reference"`` or ``"sm90"``; FLASH_KDA_IMPL if None.
@@ -169,6 +181,9 @@ def fwd(
         beta_is_activated,
         initial_state_indices,
         final_state_indices,
+        checkpoint_states,
+        checkpoint_offsets,
+        checkpoint_every,
     )
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
     _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
@@ -197,6 +212,9 @@ def fwd_cp(
     output_final_state: bool = False,
     initial_state_indices: Tensor | None = None,
     final_state_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int | None = None,
     beta_is_activated: bool = False,
     segment_len: int | None = None,
     fixed_plan: bool = False,
@@ -214,7 +232,9 @@ def fwd_cp(
 
     Args:
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
-        output_final_state, initial_state_indices, final_state_indices, beta_is_activated, impl: as in :func:`fwd`.
+        output_final_state, initial_state_indices, final_state_indices, checkpoint_states, checkpoint_offsets,
+        checkpoint_every, beta_is_activated, impl: as in :func:`fwd`; checkpoints with bits that do not depend on where the
+        call stops need ``segment_len`` or ``fixed_plan``.
         auto_cp: False is :func:`fwd`.
         segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
         fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
@@ -248,11 +268,15 @@ def fwd_cp(
         beta_is_activated,
         initial_state_indices,
         final_state_indices,
+        checkpoint_states,
+        checkpoint_offsets,
+        checkpoint_every,
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
     told_how = fixed_plan or segment_len is not None
-    path = _choose(impl, problem, out, initial_state, final_state, certificate and auto_cp and told_how)
+    cut_further = auto_cp and told_how and (certificate or checkpoint_states is not None)
+    path = _choose(impl, problem, out, initial_state, final_state, cut_further)
     plan = None
     # On Hopper the summary still comes from the reference: cut only for those who say how.
     if auto_cp and (path == "reference" or told_how):
@@ -445,13 +469,13 @@ def _choose(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
-    certificate: bool = False,
+    cut_further: bool = False,
 ) -> str:
     """Who runs the forward stage on these tensors."""
 
     def refusal() -> str | None:
-        if certificate:
-            return "the kernels measure no certificate"
+        if cut_further:
+            return "the kernels take neither certificate nor checkpoints in sequences that are cut"
         indices = (problem.initial_state_indices, problem.final_state_indices)
         return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, *indices, problem.memo)
 
@@ -464,32 +488,38 @@ def _no_kernel() -> str:
 
 
 def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
-    if path == "sm90":
-        sm90.forward(
-            problem.inputs,
-            problem.cu_seqlens,
-            out,
-            max_len=problem.max_len,
-            initial_state=initial_state,
-            in_index=problem.initial_state_indices,
-            final_state=final_state,
-            out_index=problem.final_state_indices,
-            memo=problem.memo,
-        )
+    inputs, offsets = problem.inputs, problem.cu_seqlens
+    states: dict[str, Any] = {
+        "initial_state": initial_state,
+        "in_index": problem.initial_state_indices,
+        "final_state": final_state,
+        "out_index": problem.final_state_indices,
+    }
+    if path == "sm90" and problem.checkpoint_states is None:
+        sm90.forward(inputs, offsets, out, max_len=problem.max_len, **states, memo=problem.memo)
         return
+    offsets = problem.offsets()
     with torch.no_grad():
-        packed = _pack(out)
-        stages.forward(
-            problem.inputs,
-            problem.offsets(),
-            packed,
-            max_len=problem.max_len,
-            initial_state=initial_state,
-            in_index=problem.initial_state_indices,
-            final_state=final_state,
-            out_index=problem.final_state_indices,
-        )
-        _unpack(packed, out)
+        packed = out if path == "sm90" else _pack(out)
+        if problem.checkpoint_states is None:
+            stages.forward(inputs, offsets, packed, max_len=problem.max_len, **states)
+        else:
+            stage = sm90.forward if path == "sm90" else stages.forward
+            own = torch.arange(problem.num_sequences, device=out.device)
+            whole = checkpoints.Segments(own, torch.zeros_like(own), offsets.diff().long(), problem.max_len)
+            checkpoints.forward(stage, _cuts(problem, whole), inputs, offsets, packed, **states)
+        if packed is not out:
+            _unpack(packed, out)
+
+
+def _cuts(problem: check.Problem, segments: checkpoints.Segments) -> checkpoints.Cuts:
+    """Where the checkpoints that were asked for interrupt segments."""
+    states, offsets = problem.checkpoint_states, problem.offsets()
+    assert states is not None
+    if problem.checkpoint_offsets is not None:
+        return checkpoints.at_offsets(states, problem.checkpoint_offsets, offsets.diff().long(), segments)
+    assert problem.checkpoint_every is not None
+    return checkpoints.at_every(states, problem.checkpoint_every, offsets[:-1].long(), segments)
 
 
 def _forward_segments(
@@ -540,17 +570,15 @@ def _forward_segments(
         )
         return None
     packed = _pack(out)
-    entering = stages.forward(
-        inputs,
-        plan.cu_seqlens,
-        packed,
-        max_len=plan.max_segment_len,
-        initial_state=handed_on,
-        in_index=in_index,
-        final_state=final_state,
-        out_index=out_index,
-        probe=probe,
-    )
+    states = {"initial_state": handed_on, "in_index": in_index, "final_state": final_state, "out_index": out_index}
+    if problem.checkpoint_states is None:
+        entering = stages.forward(inputs, plan.cu_seqlens, packed, max_len=plan.max_segment_len, **states, probe=probe)
+    else:
+        begin = torch.where(used, (segment - plan.seq_map[owner]) * plan.segment_len, 0)
+        cut = checkpoints.Segments(owner, begin, plan.cu_seqlens.diff().long(), plan.max_segment_len)
+        entering = checkpoints.forward(
+            stages.forward, _cuts(problem, cut), inputs, plan.cu_seqlens, packed, **states, probe=probe
+        )
     _unpack(packed, out)
     if entering is None:
         return None

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .constants import CHUNK
+
 if TYPE_CHECKING:
     from .validation import Problem
 
@@ -43,6 +45,28 @@ def check_call(
         _check_finite({name: None if x is None else _covered(problem, x) for name, x in tokens.items()})
         _check_finite({"A_log": inputs.A_log, "dt_bias": inputs.dt_bias})
         _check_finite({"initial_state": initial_state}, rows=problem.initial_state_indices)
+
+
+def check_checkpoints(problem: Problem) -> None:
+    """Checkpoint offsets that are asked for are multiples of 16 and not beyond their sequences.
+
+    Raises:
+        ValueError: names the first that is not.
+    """
+    offsets = problem.checkpoint_offsets
+    assert offsets is not None
+    lengths = problem.offsets().diff().tolist()
+    for n, row in enumerate((offsets if offsets.dim() == 2 else offsets[:, None]).tolist()):
+        for c, offset in enumerate(row):
+            at = [n] if offsets.dim() == 1 else [n, c]
+            if offset > 0 and offset % CHUNK:
+                raise ValueError(
+                    f"checkpoint_offsets must be multiples of {CHUNK}, or 0 or less for none, got {offset} at {at}"
+                )
+            if offset > lengths[n]:
+                raise ValueError(
+                    f"checkpoint_offsets must lie within their sequences, got {offset} at {at} of {lengths[n]} tokens"
+                )
 
 
 def check_results(problem: Problem, out: Tensor, final_state: Tensor | None) -> None:

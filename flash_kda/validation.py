@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import debug, settings
+from . import debug, settings, views
 from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
 from .inputs import Inputs
@@ -29,9 +29,11 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 
 FORWARD_TENSORS = (
     "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens",
-    "initial_state_indices", "final_state_indices",
+    "initial_state_indices", "final_state_indices", "checkpoint_states", "checkpoint_offsets",
 )  # fmt: skip
-OUT, INITIAL_STATE, FINAL_STATE = (FORWARD_TENSORS.index(name) for name in ("out", "initial_state", "final_state"))
+OUT, INITIAL_STATE, FINAL_STATE, CHECKPOINT_STATES = (
+    FORWARD_TENSORS.index(name) for name in ("out", "initial_state", "final_state", "checkpoint_states")
+)
 
 SEEN_KEPT = 1024
 """Kinds of calls whose metadata is remembered as checked."""
@@ -52,6 +54,7 @@ class Problem:
         memo: shared by all calls that differ only in addresses and contents: a stage may keep here what depends on neither.
         initial_state_indices, final_state_indices: ``[N]`` int32 rows of the states that each sequence reads and writes, or
             None for row n.
+        checkpoint_states, checkpoint_offsets, checkpoint_every: states on the way and where they are taken, or None.
         debug: what was asked to be looked for in contents.
     """
 
@@ -62,6 +65,9 @@ class Problem:
     memo: Memo = field(default_factory=dict)
     initial_state_indices: Tensor | None = None
     final_state_indices: Tensor | None = None
+    checkpoint_states: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+    checkpoint_every: int | None = None
     debug: tuple[str, ...] = ()
 
     def offsets(self) -> Tensor:
@@ -89,6 +95,9 @@ def check_forward(
     beta_is_activated: bool = False,
     initial_state_indices: Tensor | None = None,
     final_state_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int | None = None,
 ) -> Problem:
     """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
 
@@ -97,10 +106,12 @@ def check_forward(
     """
     everything = (
         q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens, initial_state_indices,
-        final_state_indices,
+        final_state_indices, checkpoint_states, checkpoint_offsets,
     )  # fmt: skip
     _check_flag("beta_is_activated", beta_is_activated)
-    key = _metadata(everything, scale, lower_bound, bool(output_final_state), beta_is_activated)
+    if checkpoint_every is not None:
+        _check_multiple("checkpoint_every", checkpoint_every)
+    key = _metadata(everything, scale, lower_bound, bool(output_final_state), beta_is_activated, checkpoint_every)
     memo = None if key is None else _seen.get(key)
     if memo is None:
         named: dict[str, Tensor | None] = dict(zip(FORWARD_TENSORS, everything, strict=True))
@@ -117,14 +128,15 @@ def check_forward(
         _check_states("final_state", final_state, final_state_indices, sequences, v.shape[2])
         if final_state is not None:
             _check_writable("final_state", final_state)
-        memo = {"extents": tuple(0 if x is None else _extent(x) for x in everything)}
+        _check_checkpoints(checkpoint_states, checkpoint_offsets, checkpoint_every, sequences, v)
+        memo = {"extents": tuple(0 if x is None else views.extent(x) for x in everything)}
         if key is not None:
             if len(_seen) >= SEEN_KEPT:
                 _seen.clear()
             _seen[key] = memo
     extents = memo["extents"]
     starts = [0 if x is None else x.data_ptr() for x in everything]
-    for target in (OUT, FINAL_STATE):
+    for target in (OUT, FINAL_STATE, CHECKPOINT_STATES):
         first = starts[target]
         if not first:
             continue
@@ -134,9 +146,22 @@ def check_forward(
                 _check_aliasing(everything, target, other)
     bias = _per_head_bias(dt_bias, v.shape[2])
     inputs = Inputs(q, k, v, g, beta, A_log, bias, float(lower_bound), float(scale), beta_is_activated)
-    problem = _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, memo, initial_state_indices, final_state_indices)
+    problem = _problem(
+        inputs,
+        q.shape[0],
+        q.shape[1],
+        cu_seqlens,
+        memo,
+        initial_state_indices=initial_state_indices,
+        final_state_indices=final_state_indices,
+        checkpoint_states=checkpoint_states,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_every=checkpoint_every,
+    )
+    if checkpoint_offsets is not None and ("bounds" in problem.debug or readable(checkpoint_offsets)):
+        debug.check_checkpoints(problem)
     if problem.debug:
-        shared = initial_state is not None and final_state is not None and _overlap(initial_state, final_state)
+        shared = initial_state is not None and final_state is not None and views.overlap(initial_state, final_state)
         debug.check_call(problem, initial_state, final_state, shared)
     return problem
 
@@ -158,21 +183,14 @@ def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: flo
     return tuple(key)
 
 
-def _extent(x: Tensor) -> int:
-    """Bytes from the first element of a view to the end of its last."""
-    if x.numel() == 0 or x.is_meta:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
-
-
 def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
     """Two views whose address ranges meet: the one that is written must share no element with the other."""
     written, source = tensors[target], tensors[other]
-    if written is None or source is None or not _overlap(written, source):
+    if written is None or source is None or not views.overlap(written, source):
         return
     remedy = "allocate it separately"
     if target == FINAL_STATE and other == INITIAL_STATE:
-        if _same_view(written, source):
+        if views.same_view(written, source):
             return
         remedy = "pass the very same tensor to update states in place, or separate memory"
     name, shared = FORWARD_TENSORS[target], FORWARD_TENSORS[other]
@@ -276,9 +294,7 @@ def check_plan(
     if num_processors is not None:
         _check_integer("num_processors", num_processors, 1)
     if segment_len is not None:
-        _check_integer("segment_len", segment_len, CHUNK)
-        if segment_len % CHUNK:
-            raise ValueError(f"segment_len must be a multiple of {CHUNK}, got {segment_len}")
+        _check_multiple("segment_len", segment_len)
         if fixed_plan:
             raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
     offsets = None
@@ -422,8 +438,7 @@ def _problem(
     tokens: int,
     cu_seqlens: Tensor | None,
     memo: Memo | None = None,
-    initial_state_indices: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
+    **given: Any,
 ) -> Problem:
     """The call; reads offsets where that is free or asked for."""
     num_sequences, max_len = batch, tokens
@@ -434,7 +449,7 @@ def _problem(
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
     memo = {} if memo is None else memo
-    return Problem(inputs, cu_seqlens, num_sequences, max_len, memo, initial_state_indices, final_state_indices, asked)
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, memo, debug=asked, **given)
 
 
 def _check_states(name: str, state: Tensor | None, indices: Tensor | None, sequences: int, heads: int) -> None:
@@ -451,6 +466,43 @@ def _check_states(name: str, state: Tensor | None, indices: Tensor | None, seque
             raise ValueError(f"{name} must be given with {name}_indices, got None; they name its slots")
         _check_shape(f"{name}_indices", indices, "[N]", (sequences,))
         _check_dtype(f"{name}_indices", indices, (torch.int32,))
+
+
+def _check_checkpoints(states: Tensor | None, offsets: Tensor | None, every: int | None, sequences: int, v: Tensor) -> None:
+    """Where to put states on the way, and one way to say where they are taken."""
+    if offsets is not None and every is not None:
+        raise ValueError(f"checkpoint_every must be None with checkpoint_offsets, got {every}; pass one of the two")
+    if states is None:
+        if offsets is None and every is None:
+            return
+        name = "checkpoint_every" if offsets is None else "checkpoint_offsets"
+        raise ValueError(f"checkpoint_states must be given with {name}, got None; it is where the states go")
+    state = (v.shape[2], HEAD_DIM, HEAD_DIM)
+    if offsets is not None:
+        if offsets.dim() not in (1, 2) or offsets.shape[0] != sequences:
+            raise ValueError(
+                f"checkpoint_offsets must have shape [N,C] or [N] with N = {sequences}, got {tuple(offsets.shape)}"
+            )
+        _check_dtype("checkpoint_offsets", offsets, OFFSET_DTYPES)
+        layout = "[N,HV,V,K]" if offsets.dim() == 1 else "[N,C,HV,V,K]"
+        _check_shape("checkpoint_states", states, layout, (*offsets.shape, *state))
+        if (
+            states.dim() == 5
+            and states.numel()
+            and states.shape[0] > 1
+            and states.stride(0) != states.shape[1] * states.stride(1)
+        ):
+            raise ValueError(
+                f"checkpoint_states must have its N axis C states apart, got strides {states.stride()} "
+                f"for shape {tuple(states.shape)}"
+            )
+    elif every is not None:
+        rows = v.shape[0] * v.shape[1] // every
+        _check_shape("checkpoint_states", states, "[B*T//checkpoint_every,HV,V,K]", (rows, *state))
+    else:
+        raise ValueError("checkpoint_states must come with checkpoint_offsets or checkpoint_every, got neither")
+    _check_dtype("checkpoint_states", states, STATE_DTYPES)
+    _check_writable("checkpoint_states", states)
 
 
 def _value_heads(v: Tensor, heads: int, lead_name: str) -> int:
@@ -487,6 +539,13 @@ def _check_integer(name: str, value: int, least: int) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def _check_multiple(name: str, value: int) -> None:
+    """Whole chunks."""
+    _check_integer(name, value, CHUNK)
+    if value % CHUNK:
+        raise ValueError(f"{name} must be a multiple of {CHUNK}, got {value}")
 
 
 def _check_tensors(tensors: dict[str, Tensor] | dict[str, Tensor | None], required: Sequence[str] = ()) -> None:
@@ -552,36 +611,3 @@ def _check_writable(name: str, x: Tensor) -> None:
                 "do not expand a tensor that is written to"
             )
         extent = stride * (size - 1) + extent
-
-
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    """The same elements in the same order; strides of axes of size 1 mean nothing."""
-    strides = (tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) for x in (a, b))
-    return (a.data_ptr(), a.shape, next(strides), a.dtype) == (b.data_ptr(), b.shape, next(strides), b.dtype)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views may share memory. Interleaved slices of one buffer, as of a fused projection, do not."""
-    if a.numel() == 0 or b.numel() == 0 or a.is_meta:
-        return False
-    spans = []
-    for x in (a, b):
-        reach = sum((n - 1) * abs(s) for n, s in zip(x.shape, x.stride(), strict=True))
-        spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()))
-    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
-        return False
-    # Modulo the common period of all strides but those of the contiguous last axes, each view is one run of bytes.
-    period = 0
-    runs = []
-    for x in (a, b):
-        axes = [(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-        run = 1
-        while axes and axes[-1][1] == run:
-            run *= axes.pop()[0]
-        for _, s in axes:
-            period = math.gcd(period, s * x.element_size())
-        runs.append(run * x.element_size())
-    if period == 0:
-        return True
-    shift = (b.data_ptr() - a.data_ptr()) % period
-    return not (shift >= runs[0] and shift + runs[1] <= period)

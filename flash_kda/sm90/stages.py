@@ -224,10 +224,8 @@ class _Call:
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
-        if cu_seqlens is not None:
-            sequences = cu_seqlens.numel() - 1
-        else:
-            sequences = tokens // max_len if max_len else inputs.k.shape[0]
+        dense = tokens // max_len if max_len else inputs.k.shape[0]
+        sequences = dense if cu_seqlens is None else cu_seqlens.numel() - 1
         segments = sequences + num_slots
         items = segments * heads
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
