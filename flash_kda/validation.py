@@ -31,9 +31,8 @@ FORWARD_TENSORS = (
     "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens",
     "initial_state_indices", "final_state_indices", "checkpoint_states", "checkpoint_offsets",
 )  # fmt: skip
-OUT, INITIAL_STATE, FINAL_STATE, CHECKPOINT_STATES = (
-    FORWARD_TENSORS.index(name) for name in ("out", "initial_state", "final_state", "checkpoint_states")
-)
+INITIAL_STATE, FINAL_STATE = FORWARD_TENSORS.index("initial_state"), FORWARD_TENSORS.index("final_state")
+WRITTEN = tuple(FORWARD_TENSORS.index(name) for name in ("out", "final_state", "checkpoint_states"))
 
 SEEN_KEPT = 1024
 """Kinds of calls whose metadata is remembered as checked."""
@@ -129,21 +128,18 @@ def check_forward(
         if final_state is not None:
             _check_writable("final_state", final_state)
         _check_checkpoints(checkpoint_states, checkpoint_offsets, checkpoint_every, sequences, v)
-        memo = {"extents": tuple(0 if x is None else views.extent(x) for x in everything)}
+        memo = {"extents": [(i, views.extent(x)) for i, x in enumerate(everything) if x is not None]}
         if key is not None:
             if len(_seen) >= SEEN_KEPT:
                 _seen.clear()
             _seen[key] = memo
-    extents = memo["extents"]
-    starts = [0 if x is None else x.data_ptr() for x in everything]
-    for target in (OUT, FINAL_STATE, CHECKPOINT_STATES):
-        first = starts[target]
-        if not first:
-            continue
-        last = first + extents[target]
-        for other, start in enumerate(starts):
-            if start < last and first < start + extents[other] and other != target:
-                _check_aliasing(everything, target, other)
+    spans = [(i, everything[i].data_ptr(), extent) for i, extent in memo["extents"]]  # type: ignore[union-attr]
+    for target, first, extent in spans:
+        if target in WRITTEN:
+            last = first + extent
+            for other, start, size in spans:
+                if start < last and first < start + size and other != target:
+                    _check_aliasing(everything, target, other)
     bias = _per_head_bias(dt_bias, v.shape[2])
     inputs = Inputs(q, k, v, g, beta, A_log, bias, float(lower_bound), float(scale), beta_is_activated)
     problem = _problem(
@@ -186,10 +182,11 @@ def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: flo
 def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
     """Two views whose address ranges meet: the one that is written must share no element with the other."""
     written, source = tensors[target], tensors[other]
-    if written is None or source is None or not views.overlap(written, source):
+    in_place = target == FINAL_STATE and other == INITIAL_STATE
+    if (in_place and written is source) or written is None or source is None or not views.overlap(written, source):
         return
     remedy = "allocate it separately"
-    if target == FINAL_STATE and other == INITIAL_STATE:
+    if in_place:
         if views.same_view(written, source):
             return
         remedy = "pass the very same tensor to update states in place, or separate memory"
