@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import checkpoints, debug, dispatch
+from . import checkpoints, debug, dispatch, ops
 from . import validation as check
 from .constants import CHUNK, EXIT_EPS, HEAD_DIM
 from .plan import SegmentPlan, plan_segments
@@ -64,24 +64,37 @@ class Certificate:
     dropped: Tensor
 
 
-def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Leaves autocast for the call: it would round the reference's fp32 products to bf16."""
+def _public(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Leaves autocast for the call, which would round the reference's fp32 products to bf16; traced calls go to an operator.
 
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensor = args[0] if args else None
-        if not isinstance(tensor, Tensor):
-            tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        device = "cpu" if tensor is None else tensor.device.type
-        if device == "meta" or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return function(*args, **kwargs)
+    Args:
+        traced: what torch.compile sees instead of the function.
+    """
 
-    return wrapped
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        def eager(*args: P.args, **kwargs: P.kwargs) -> R:
+            tensor = args[0] if args else None
+            if not isinstance(tensor, Tensor):
+                tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            device = "cpu" if tensor is None else tensor.device.type
+            if device == "meta" or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+                return function(*args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return cast(R, traced(*args, **kwargs))
+            return eager(*args, **kwargs)
+
+        wrapped.eager = eager  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
 
 
-@_in_full_precision
+@_public(ops.fwd)
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -192,7 +205,7 @@ def fwd(
     return out, final_state
 
 
-@_in_full_precision
+@_public(ops.fwd_cp)
 def fwd_cp(
     q: Tensor,
     k: Tensor,
@@ -302,7 +315,7 @@ def fwd_cp(
     return (out, final_state, made) if certificate else (out, final_state)
 
 
-@_in_full_precision
+@_public(ops.state_only)
 def state_only(
     k: Tensor,
     v: Tensor,
@@ -359,7 +372,7 @@ def state_only(
     return (summary.ht, info) if return_info else summary.ht
 
 
-@_in_full_precision
+@_public(ops.get_warmup_chunks)
 def get_warmup_chunks(
     g: Tensor,
     A_log: Tensor | None,
@@ -397,7 +410,7 @@ def get_warmup_chunks(
         return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
 
 
-@_in_full_precision
+@_public(ops.correct_initial_states)
 def correct_initial_states(
     initial_state: Tensor | None,
     ht: Tensor,
