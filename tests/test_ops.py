@@ -9,7 +9,6 @@ from cases import D, grouped, nan_state, packed_offsets, random, same_bits, stat
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_kda
-from flash_kda import ops
 
 OFFSETS = packed_offsets(40, 0, 70)
 CASE = grouped(random(110, 4), 2)
