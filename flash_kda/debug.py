@@ -41,7 +41,8 @@ def check_call(
                 at = outside.nonzero()[0].tolist()
                 raise ValueError(f"beta must be in [0, 2] with beta_is_activated, got {beta[tuple(at)].item()} at {at}")
     if "finite" in problem.debug:
-        tokens = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": inputs.beta}
+        # g first: where there is nothing else, the others are views of it.
+        tokens = {"g": inputs.g, "q": inputs.q, "k": inputs.k, "v": inputs.v, "beta": inputs.beta}
         _check_finite({name: None if x is None else _covered(problem, x) for name, x in tokens.items()})
         _check_finite({"A_log": inputs.A_log, "dt_bias": inputs.dt_bias})
         _check_finite({"initial_state": initial_state}, rows=problem.initial_state_indices)
