@@ -77,6 +77,23 @@ def test_hopper_arguments(few_are_kept, monkeypatch):
     assert len(launches) == 12 + THREADS * CALLS
 
 
+def test_a_reason_is_logged_once(monkeypatch, caplog):
+    """However many calls and threads, and although it names an address or a length that changes every time."""
+    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
+    device = torch.device("cuda", 0)
+
+    def work(thread):
+        for j in range(20):
+            reason = f"q starts at address {16 * j + thread:#x}" if j % 2 else f"g has batch stride {j + thread}"
+            assert dispatch.choose("auto", device, lambda reason=reason: reason) == "reference"
+
+    with caplog.at_level("WARNING", logger="flash_kda"), ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
+    assert len(caplog.messages) == 2
+    assert len(dispatch._logged) == 2
+
+
 def test_each_thread_has_its_own_last_path(monkeypatch):
     seen = {}
 
