@@ -518,8 +518,7 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             stages.forward(inputs, offsets, packed, max_len=problem.max_len, **states)
         else:
             stage = sm90.forward if path == "sm90" else stages.forward
-            own = torch.arange(problem.num_sequences, device=out.device)
-            whole = checkpoints.Segments(own, torch.zeros_like(own), offsets.diff().long(), problem.max_len)
+            whole = checkpoints.Segments(offsets.diff().long(), problem.max_len)
             checkpoints.forward(stage, _cuts(problem, whole), inputs, offsets, packed, **states)
         if packed is not out:
             _unpack(packed, out)
@@ -588,7 +587,7 @@ def _forward_segments(
         entering = stages.forward(inputs, plan.cu_seqlens, packed, max_len=plan.max_segment_len, **states, probe=probe)
     else:
         begin = torch.where(used, (segment - plan.seq_map[owner]) * plan.segment_len, 0)
-        cut = checkpoints.Segments(owner, begin, plan.cu_seqlens.diff().long(), plan.max_segment_len)
+        cut = checkpoints.Segments(plan.cu_seqlens.diff().long(), plan.max_segment_len, owner, begin)
         entering = checkpoints.forward(
             stages.forward, _cuts(problem, cut), inputs, plan.cu_seqlens, packed, **states, probe=probe
         )

@@ -5,7 +5,8 @@ call that stops there. Any forward stage will do: pieces are segments to it. The
 
     start of piece NS-1, its end, start of piece NS-2, its end, ...
 
-so that what lies between two pieces ends before it begins, which a stage takes for an empty segment.
+so that what lies between two pieces ends before it begins, which a stage takes for an empty segment. On a GPU every line of
+this file that computes is a kernel of its own: what can be, is done for all rounds at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch import Tensor
 from .constants import CHUNK
 from .host import readable
 from .inputs import Inputs
-from .reference.stages import scatter_rows
 
 Stage = Callable[..., Tensor | None]
 
@@ -31,7 +31,7 @@ class Cuts:
     Attributes:
         states: ``[R, HV, V, K]`` rows that are written.
         ends: ``[NS, C]`` int64, tokens from the segment's start to the end of its piece in each round, non-decreasing.
-        rows: ``[NS, C]`` int64, the row of ``states`` that the state there is stored to; negative for none.
+        rows: ``[NS, C]`` int64, the row of ``states`` that the state there is stored to; none if there is no such row.
         refused: ``[NS, C]`` bool, where NaN is stored instead, or None if nothing can be.
         max_len: no piece of a round is longer (tokens); host bound.
     """
@@ -45,19 +45,19 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments that are cut: ``[NS]`` int64 each.
+    """Segments that are cut.
 
     Attributes:
-        owner: sequence.
-        start: tokens before it in its sequence.
-        length: tokens.
+        length: ``[NS]`` int64 tokens.
         max_len: no segment is longer; host bound.
+        owner: ``[NS]`` int64 sequence, or None if segments are sequences.
+        start: ``[NS]`` int64 tokens before it in its sequence, with ``owner``.
     """
 
-    owner: Tensor
-    start: Tensor
     length: Tensor
     max_len: int
+    owner: Tensor | None = None
+    start: Tensor | None = None
 
 
 def at_offsets(states: Tensor, offsets: Tensor, lengths: Tensor, segments: Segments) -> Cuts:
@@ -70,18 +70,25 @@ def at_offsets(states: Tensor, offsets: Tensor, lengths: Tensor, segments: Segme
         lengths: ``[N]`` int64 tokens of the sequences.
         segments: of these sequences.
     """
+    flat = states if states.dim() == 4 else states.flatten(0, 1)
     offsets = offsets.long() if offsets.dim() == 2 else offsets.long()[:, None]
     sequences, columns = offsets.shape
-    rows = torch.arange(sequences * columns, device=offsets.device).view(sequences, columns)
-    asked = offsets > 0
-    good = asked & (offsets % CHUNK == 0) & (offsets <= lengths[:, None])
-    ends = offsets[segments.owner] - segments.start[:, None]
-    here = good[segments.owner] & (ends > 0) & (ends <= segments.length[:, None])
-    refused = (asked & ~good)[segments.owner] & (segments.start == 0)[:, None]
-    ends, order = torch.where(here, ends, 0).sort(dim=1, stable=True)
-    rows = torch.where(here | refused, rows[segments.owner], -1)
-    flat = states if states.dim() == 4 else states.flatten(0, 1)
-    return Cuts(flat, ends, rows.gather(1, order), refused.gather(1, order), segments.max_len)
+    row = torch.arange(sequences * columns, device=offsets.device).view(sequences, columns)
+    good = (offsets % CHUNK == 0) & (offsets <= lengths[:, None])
+    here = (offsets > 0) & good
+    refused = (offsets > 0) & ~good
+    ends = offsets
+    if segments.owner is not None and segments.start is not None:
+        start = segments.start[:, None]
+        row, ends = row[segments.owner], offsets[segments.owner] - start
+        here = here[segments.owner] & (ends > 0) & (ends <= segments.length[:, None])
+        refused = refused[segments.owner] & (start == 0)
+    rows = torch.where(here | refused, row, -1)
+    ends = torch.where(here, ends, 0)
+    if columns > 1:
+        ends, order = ends.sort(dim=1, stable=True)
+        rows, refused = rows.gather(1, order), refused.gather(1, order)
+    return Cuts(flat, ends, rows, refused, segments.max_len)
 
 
 def at_every(states: Tensor, every: int, first_token: Tensor, segments: Segments) -> Cuts:
@@ -95,11 +102,13 @@ def at_every(states: Tensor, every: int, first_token: Tensor, segments: Segments
         first_token: ``[N]`` int64, tokens before each sequence.
         segments: of these sequences.
     """
-    columns = segments.max_len // every + bool(segments.max_len % every)
-    j = (segments.start // every + 1)[:, None] + torch.arange(columns, device=first_token.device)
-    ends = j * every - segments.start[:, None]
+    columns = -(-segments.max_len // every)
+    start = torch.zeros_like(segments.length) if segments.start is None else segments.start
+    first = first_token // every if segments.owner is None else (first_token // every)[segments.owner]
+    j = (start // every + 1)[:, None] + torch.arange(columns, device=first_token.device)
+    ends = j * every - start[:, None]
     here = ends <= segments.length[:, None]
-    rows = torch.where(here, (first_token // every)[segments.owner][:, None] + j - 1, -1)
+    rows = torch.where(here, first[:, None] + j - 1, -1)
     ends = torch.where(here, ends, 0).cummax(1).values
     return Cuts(states, ends, rows, None, min(every, segments.max_len))
 
@@ -121,60 +130,85 @@ def forward(
     count, rounds = cuts.ends.shape
     if count == 0:
         return stage(inputs, cu_seqlens, out, max_len=cuts.max_len)
-    device = out.device
-    offsets = cu_seqlens.long()
-    start, length = offsets[:-1], offsets.diff()
-    carried = torch.empty(count, *cuts.states.shape[1:], dtype=torch.float32, device=device)
-    own = torch.arange(count, device=device)
-    done = torch.zeros_like(length)
-    state, index, norms = initial_state, own if in_index is None else in_index.long(), None
+    start = cu_seqlens[:-1, None]
+    bounds = torch.cat([start, start + cuts.ends, cu_seqlens[1:, None]], 1)
+    tables = bounds.flip(0).unfold(1, 2, 1).transpose(0, 1).reshape(rounds + 1, 2 * count).to(cu_seqlens.dtype)
+    own = _spread(torch.arange(count, device=out.device))
+    store = _Store(cuts, out.device)
+    states, index, norms = initial_state, own if in_index is None else _spread(in_index), None
     for r in range(rounds + 1):
         last = r == rounds
-        end = length if last else cuts.ends[:, r]
-        target, target_index = (final_state, out_index) if last else (carried, None)
-        if not last and readable(end) and not bool(((end > done) | (cuts.rows[:, r] >= 0)).any()):
+        if not last and store.nothing_to_do(r):
             continue
+        target, target_index = (final_state, out_index) if last else (store.carried, None)
         norm = stage(
             inputs,
-            _table(start + done, start + end).to(cu_seqlens.dtype),
+            tables[r],
             out,
             max_len=cuts.max_len,
-            initial_state=state,
-            in_index=_spread(index),
+            initial_state=states,
+            in_index=index,
             final_state=target,
-            out_index=_spread(own if target_index is None else target_index.long()),
-            **({} if probe is None else {"probe": _probe(probe, done, end)}),
+            out_index=own if target_index is None else _spread(target_index),
+            **({} if probe is None else {"probe": _probe(probe, bounds, r)}),
         )
         if norm is not None:
-            norms = norm.flip(0)[::2] if norms is None else norms + norm.flip(0)[::2]
+            norms = norm[::2].flip(0) if norms is None else norms + norm[::2].flip(0)
         if not last:
-            state, index, done = carried, own, end
-            _store(cuts, r, carried)
+            states, index = store.carried, own
+            store.write(r)
     return norms
-
-
-def _table(start: Tensor, end: Tensor) -> Tensor:
-    """``[2 NS]`` offsets of the pieces, in reverse order; the segments between them are empty."""
-    return torch.stack([start.flip(0), end.flip(0)], 1).flatten()
 
 
 def _spread(index: Tensor) -> Tensor:
     """``[2 NS - 1]`` int32 of ``[NS]``: rows of the pieces in the order of the table, none for what lies between."""
-    spread = torch.stack([index.flip(0), torch.full_like(index, -1)], 1).flatten()[:-1]
-    return spread.to(torch.int32)
+    return torch.stack([index.flip(0), torch.full_like(index, -1)], 1).flatten()[:-1].to(torch.int32)
 
 
-def _probe(probe: Tensor, done: Tensor, end: Tensor) -> Tensor:
+def _probe(probe: Tensor, bounds: Tensor, r: int) -> Tensor:
     """The chunk to probe, counted from the piece's start; -1 if it lies in another piece."""
-    chunk = probe - (done // CHUNK)[:, None]
-    chunk = torch.where((chunk >= 0) & (CHUNK * chunk < (end - done)[:, None]), chunk, -1)
+    begin, end = (bounds[:, r + i, None] - bounds[:, :1] for i in range(2))
+    chunk = probe - begin // CHUNK
+    chunk = torch.where((chunk >= 0) & (CHUNK * chunk < end - begin), chunk, -1)
     return torch.stack([chunk.flip(0), torch.full_like(chunk, -1)], 1).flatten(0, 1)[:-1]
 
 
-def _store(cuts: Cuts, r: int, carried: Tensor) -> None:
-    if cuts.states.numel() == 0 or carried.numel() == 0:
-        return
-    values = carried.to(cuts.states.dtype)
-    if cuts.refused is not None:
-        values = torch.where(cuts.refused[:, r, None, None, None], torch.nan, values)
-    scatter_rows(cuts.states, cuts.rows[:, r], values)
+class _Store:
+    """Copies the states that a round left to the rows that were asked for, without the host knowing which.
+
+    Attributes:
+        carried: ``[NS, HV, V, K]`` fp32, the state at the end of every segment's latest piece.
+    """
+
+    def __init__(self, cuts: Cuts, device: torch.device) -> None:
+        self.cuts = cuts
+        count = cuts.ends.shape[0]
+        buffer = torch.empty(count + 1, *cuts.states.shape[1:], dtype=torch.float32, device=device)
+        self.buffer, self.carried = buffer, buffer[:-1]
+        source = torch.arange(count, device=device)[:, None].expand_as(cuts.rows)
+        if cuts.refused is not None:
+            buffer[-1].fill_(torch.nan)
+            source = torch.where(cuts.refused, count, source)
+        self.there = (cuts.rows >= 0) & (cuts.rows < cuts.states.shape[0])
+        if cuts.rows.numel() == 0:
+            return
+        # A segment that stores nothing repeats the write of one that does; where none does, row 0 is written back.
+        one = self.there.to(torch.uint8).argmax(0, keepdim=True)
+        self.any_there = self.there.gather(0, one)[0]
+        self.source = torch.where(self.there, source, source.gather(0, one)).t().contiguous()
+        self.target = torch.where(self.there, cuts.rows, cuts.rows.gather(0, one)).t().clamp(min=0).contiguous()
+
+    def nothing_to_do(self, r: int) -> bool:
+        """The host may look, and sees that no segment moves or stores in this round."""
+        if not readable(self.there):
+            return False
+        ends = self.cuts.ends
+        moves = ends[:, r] > (ends[:, r - 1] if r else 0)
+        return not bool((moves | self.there[:, r]).any())
+
+    def write(self, r: int) -> None:
+        states = self.cuts.states
+        if states.numel():
+            now = self.buffer[self.source[r]].to(states.dtype)
+            before = states[self.target[r]]
+            states.index_copy_(0, self.target[r], torch.where(self.any_there[r], now, before))

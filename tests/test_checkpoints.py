@@ -5,8 +5,7 @@ import torch
 from cases import D, grouped, make, nan_state, packed_offsets, random, same_bits, state
 
 import flash_kda
-from flash_kda import host, validation
-from flash_kda.checkpoints import _table
+from flash_kda import checkpoints, host, validation
 from flash_kda.reference import chunks, stages
 
 FUNCTIONS = {
@@ -28,7 +27,7 @@ def name(request, monkeypatch):
 def device(request, monkeypatch):
     """On a CPU, and as on a device whose contents the host must not read."""
     if request.param == "blind":
-        for module in (host, validation, chunks, stages, flash_kda.checkpoints):
+        for module in (host, validation, chunks, stages, checkpoints):
             monkeypatch.setattr(module, "readable", lambda _x: False)
     return request.param
 
@@ -184,7 +183,7 @@ def test_empty_calls(device, name):
 
 def test_what_cannot_be_produced_becomes_nan(monkeypatch, name):
     """Where the host must not read offsets, a wrong one must not look like a state."""
-    for module in (host, validation, chunks, stages, flash_kda.checkpoints):
+    for module in (host, validation, chunks, stages, checkpoints):
         monkeypatch.setattr(module, "readable", lambda _x: False)
     case = random(200, 2)
     states = torch.zeros(2, 3, 2, D, D)
@@ -245,9 +244,18 @@ def test_wrong_offsets_are_named(name, offsets):
     assert not states.any()
 
 
-def test_the_gaps_of_a_table_are_empty():
+def test_the_gaps_of_a_table_are_empty(monkeypatch):
     """Between two pieces the table runs backward: a stage finds nothing to do there."""
-    start, end = torch.tensor([0, 40, 100]), torch.tensor([32, 90, 100])
-    table = _table(start, end)
-    assert table.tolist() == [100, 100, 40, 90, 0, 32]
-    assert (table.diff()[1::2] <= 0).all()
+    tables = []
+
+    def stage(_inputs, table, *_arguments, **_options):
+        tables.append(table.tolist())
+
+    case, cu = random(100, 2), torch.tensor([0, 40, 100])
+    lengths = cu.diff()
+    cuts = checkpoints.at_offsets(
+        torch.zeros(2, 2, 2, D, D), torch.tensor([[32, 16], [48, -1]]), lengths, checkpoints.Segments(lengths, 60)
+    )
+    checkpoints.forward(stage, cuts, case.inputs(), cu, torch.zeros(100, 2, D))
+    assert tables == [[40, 40, 0, 16], [40, 88, 16, 32], [88, 100, 32, 40]]
+    assert all(a >= b for table in tables for a, b in zip(table[1::2], table[2::2], strict=False))
