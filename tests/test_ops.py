@@ -8,7 +8,7 @@ import torch
 from cases import D, grouped, nan_state, packed_offsets, random, same_bits, state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flash_kda
+import flash_kda.ops
 
 OFFSETS = packed_offsets(40, 0, 70)
 CASE = grouped(random(110, 4), 2)
