@@ -147,6 +147,18 @@ def test_checkpoints_every_so_many_tokens(launches, function):
     assert len(launches) == 130 // 32 + 1
 
 
+@BOTH
+def test_expanded_strengths_and_states(launches, function):
+    case = cases.random(int(OFFSETS[-1]), 2)
+    case = replace(case, beta=case.beta[:, :1].expand_as(case.beta))
+
+    def states():
+        return {"initial_state": cases.state(1, 2).expand(5, 2, D, D), "final_state": cases.nan_state(5, 2)}
+
+    compare(function, case, OFFSETS, states)
+    assert (launches[0]["beta_t"], launches[0]["h0_stride"]) == (0, 0)
+
+
 def test_an_empty_batch(launches):
     case = cases.random(0, 2, batch=3)
 
