@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         get_warmup_chunks,
         state_only,
     )
+    from .chunk import chunk_kda
     from .dispatch import last_path
     from .plan import SegmentPlan, plan_segments
 
@@ -26,6 +27,7 @@ _HOME = {
     "Certificate": "api",
     "SegmentPlan": "plan",
     "SummaryInfo": "api",
+    "chunk_kda": "chunk",
     "correct_initial_states": "api",
     "fwd": "api",
     "fwd_cp": "api",
@@ -40,6 +42,7 @@ __all__ = [
     "SegmentPlan",
     "SummaryInfo",
     "__version__",
+    "chunk_kda",
     "correct_initial_states",
     "fwd",
     "fwd_cp",

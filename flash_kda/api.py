@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import checkpoints, debug, dispatch, ops
 from . import validation as check
 from .constants import CHUNK, EXIT_EPS, FIXED_SEGMENT_LEN, HEAD_DIM
 from .plan import SegmentPlan, plan_segments, processor_count
@@ -35,9 +35,9 @@ class SummaryInfo:
     """What ``state_only`` measured, per segment and head.
 
     Attributes:
-        fallback: ``[NS, H]`` bool, True where the scan reached the segment's start, so that mt matters; the exit mask.
-        chunks: ``[NS, H]`` int32, trailing chunks replayed.
-        norm: ``[NS, H]`` fp32, ``||M||_F`` over the replayed suffix: what an exit drops is at most this times the norm of
+        fallback: ``[NS, HV]`` bool, True where the scan reached the segment's start, so that mt matters; the exit mask.
+        chunks: ``[NS, HV]`` int32, trailing chunks replayed.
+        norm: ``[NS, HV]`` fp32, ``||M||_F`` over the replayed suffix: what an exit drops is at most this times the norm of
             the state that enters the suffix.
     """
 
@@ -53,8 +53,8 @@ class Certificate:
     Attributes:
         plan: the segments.
         segment: ``[M]`` int64, the segment of each row; ``plan.capacity`` for unused rows.
-        chunks, norm, fallback: as in :class:`SummaryInfo`, ``[M, H]``.
-        dropped: ``[M, H]`` fp32, bound of the relative error of the state S_out that the segment hands on. Where its scan
+        chunks, norm, fallback: as in :class:`SummaryInfo`, ``[M, HV]``.
+        dropped: ``[M, HV]`` fp32, bound of the relative error of the state S_out that the segment hands on. Where its scan
             exited, ``||M||_F ||S_c||_F / ||S_out||_F`` with S_c the state that enters the replayed suffix; where it did not,
             what earlier exits of the sequence dropped and this segment let through, over ``||S_out||_F``. eps bounds the loss
             relative to S_c: where gates then erase all but what was dropped, it is large relative to S_out, and shows here.
@@ -68,24 +68,37 @@ class Certificate:
     dropped: Tensor
 
 
-def _in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Leaves autocast for the call: it would round the reference's fp32 products to bf16."""
+def _public(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Leaves autocast for the call, which would round the reference's fp32 products to bf16; traced calls go to an operator.
 
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensor = args[0] if args else None
-        if not isinstance(tensor, Tensor):
-            tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        device = "cpu" if tensor is None else tensor.device.type
-        if device == "meta" or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return function(*args, **kwargs)
+    Args:
+        traced: what torch.compile sees instead of the function.
+    """
 
-    return wrapped
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        def eager(*args: P.args, **kwargs: P.kwargs) -> R:
+            tensor = args[0] if args else None
+            if not isinstance(tensor, Tensor):
+                tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            device = "cpu" if tensor is None else tensor.device.type
+            if device == "meta" or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+                return function(*args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return cast(R, traced(*args, **kwargs))
+            return eager(*args, **kwargs)
+
+        wrapped.eager = eager  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
 
 
-@_in_full_precision
+@_public(ops.fwd)
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -102,6 +115,12 @@ def fwd(
     cu_seqlens: Tensor | None = None,
     *,
     output_final_state: bool = False,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int | None = None,
+    beta_is_activated: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention prefill, each sequence from start to end.
@@ -116,23 +135,39 @@ def fwd(
 
     Args:
         q, k: ``[B, T, H, 128]`` bf16 queries and keys, any strides; normalised inside.
-        v: ``[B, T, H, 128]`` bf16 values.
-        g: ``[B, T, H, 128]`` bf16 or fp32 gate before activation.
-        beta: ``[B, T, H]`` bf16 or fp32 logits of the write strength.
+        v: ``[B, T, HV, 128]`` bf16 values; HV is a multiple of H, and value head h reads query and key head ``h // (HV / H)``.
+        g: ``[B, T, HV, 128]`` bf16 or fp32 gate before activation.
+        beta: ``[B, T, HV]`` bf16 or fp32 logits of the write strength.
         scale: finite factor of the outputs, usually ``128 ** -0.5``.
-        out: ``[B, T, H, 128]`` bf16, overwritten, or None to allocate. Must not share memory with an input. Tokens after
+        out: ``[B, T, HV, 128]`` bf16, overwritten, or None to allocate. Must not share memory with an input. Tokens after
             ``cu_seqlens[-1]`` are neither read nor written (0 if allocated here).
-        A_log: ``[H]`` fp32, or None for 0.
-        dt_bias: ``[H, 128]`` or ``[H * 128]`` fp32, or None for 0.
+        A_log: ``[HV]`` fp32, or None for 0.
+        dt_bias: ``[HV, 128]`` or ``[HV * 128]`` fp32, or None for 0.
         lower_bound: in [-5, 0]: the log decay of one token lies in [lower_bound, 0]; 0 means no decay. None (the softplus
             gate) is refused.
-        initial_state: ``[N, H, V, K]`` bf16 or fp32, or None for zeros; N is B, or the number of packed sequences. Not
+        initial_state: ``[N, HV, V, K]`` bf16 or fp32, or None for zeros; N is B, or the number of packed sequences. Not
             modified unless it is also passed as ``final_state``.
-        final_state: ``[N, H, V, K]`` bf16 or fp32, overwritten, or None. Its dtype may differ from ``initial_state``'s: the
+        final_state: ``[N, HV, V, K]`` bf16 or fp32, overwritten, or None. Its dtype may differ from ``initial_state``'s: the
             state is fp32 throughout and rounded once when stored.
         cu_seqlens: ``[N + 1]`` int32 or int64 on the device of q: first 0, non-decreasing; B must be 1. Sequences may be
             empty.
         output_final_state: allocate an fp32 ``final_state`` if none is given.
+        initial_state_indices: ``[N]`` int32: ``initial_state`` is a pool ``[slots, HV, V, K]``, slots any distance apart, and
+            sequence n starts from slot ``initial_state_indices[n]``; from zeros where there is no such slot (-1, or too large).
+        final_state_indices: ``[N]`` int32: ``final_state`` is a pool and sequence n ends in slot ``final_state_indices[n]``;
+            nowhere if there is no such slot. Other slots are untouched. A slot is named once; in place (both pools the same
+            tensor) only by the sequence that also reads it, or by none that reads.
+        checkpoint_states: bf16 or fp32, written: states on the way, each what a call that stops there returns as
+            ``final_state``, bit for bit at multiples of 32. Rows that are not asked for are untouched.
+        checkpoint_offsets: ``[N, C]`` or ``[N]`` int32 or int64: the state of sequence n after ``checkpoint_offsets[n, c]`` of
+            its tokens goes to ``checkpoint_states[n, c]``, of shape ``[N, C, HV, V, K]`` or ``[N, HV, V, K]``. A multiple of 16
+            up to the sequence's length, or 0 or less for none. Anything else is an error where offsets can be read (on a
+            CPU, or in debug mode); elsewhere its row becomes NaN.
+        checkpoint_every: instead of offsets, every so many tokens of each sequence, a multiple of 16. ``checkpoint_states`` is
+            ``[B * T // checkpoint_every, HV, V, K]``; the j-th of a sequence that starts at token t of the packed axis goes to
+            row ``t // checkpoint_every + j - 1``.
+        beta_is_activated: beta is the write strength itself, in [0, 2], and takes the place of ``sigmoid(beta)``. Above 1
+            the transition has negative eigenvalues; every bound holds up to 2 (docs/algorithm.md, section 5).
         impl: ``"auto"``, ``"reference"`` or ``"sm90"``; FLASH_KDA_IMPL if None.
 
     Returns:
@@ -146,14 +181,35 @@ def fwd(
     Does not wait on a CUDA device.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        output_final_state,
+        beta_is_activated,
+        initial_state_indices,
+        final_state_indices,
+        checkpoint_states,
+        checkpoint_offsets,
+        checkpoint_every,
     )
-    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
+    out, final_state = _allocate(problem, v, out, final_state, output_final_state)
     _forward(problem, _choose(impl, problem, out, initial_state, final_state), out, initial_state, final_state)
+    if problem.debug:
+        debug.check_results(problem, out, final_state)
     return out, final_state
 
 
-@_in_full_precision
+@_public(ops.fwd_cp)
 def fwd_cp(
     q: Tensor,
     k: Tensor,
@@ -171,6 +227,12 @@ def fwd_cp(
     auto_cp: bool = True,
     *,
     output_final_state: bool = False,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int | None = None,
+    beta_is_activated: bool = False,
     segment_len: int | None = None,
     fixed_plan: bool = False,
     eps: float = EXIT_EPS,
@@ -187,7 +249,9 @@ def fwd_cp(
 
     Args:
         q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens,
-        output_final_state, impl: as in :func:`fwd`.
+        output_final_state, initial_state_indices, final_state_indices, checkpoint_states, checkpoint_offsets,
+        checkpoint_every, beta_is_activated, impl: as in :func:`fwd`; checkpoints with bits that do not depend on where the
+        call stops need ``segment_len`` or ``fixed_plan``.
         auto_cp: False is :func:`fwd`.
         segment_len: tokens per segment, a multiple of 16; chosen from T, N, H and the processor count if None.
         fixed_plan: cut at multiples of a constant, so that the bits of a sequence do not depend on its batch.
@@ -204,16 +268,39 @@ def fwd_cp(
     A NaN or inf does not cross an exit: what precedes a replayed suffix is not seen by later segments.
     """
     problem = check.check_forward(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, output_final_state
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        output_final_state,
+        beta_is_activated,
+        initial_state_indices,
+        final_state_indices,
+        checkpoint_states,
+        checkpoint_offsets,
+        checkpoint_every,
     )
     eps = check.check_eps(eps)
-    out, final_state = _allocate(problem, q, out, final_state, output_final_state)
-    path = _choose(impl, problem, out, initial_state, final_state)
+    out, final_state = _allocate(problem, v, out, final_state, output_final_state)
+    told_how = fixed_plan or segment_len is not None
+    cut_further = auto_cp and told_how and checkpoint_states is not None
+    path = _choose(impl, problem, out, initial_state, final_state, cut_further)
     made = None
     if not auto_cp:
         _forward(problem, path, out, initial_state, final_state)
     elif path == "sm90":
-        cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
+        cut = None
+        if checkpoint_states is None:
+            cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
         if cut is not None and certificate:
             cut = replace(cut, only_if_longer=0)  # a certificate names the pieces, so the host has to
         if cut is None:
@@ -227,7 +314,9 @@ def fwd_cp(
                 cut=cut,
                 eps=eps,
                 initial_state=initial_state,
+                in_index=problem.initial_state_indices,
                 final_state=final_state,
+                out_index=problem.final_state_indices,
                 certify=certificate,
                 memo=problem.memo,
             )
@@ -249,10 +338,12 @@ def fwd_cp(
         else:
             with torch.no_grad():
                 made = _forward_segments(problem, plan, out, initial_state, final_state, eps, certificate)
+    if problem.debug:
+        debug.check_results(problem, out, final_state)
     return (out, final_state, made) if certificate else (out, final_state)
 
 
-@_in_full_precision
+@_public(ops.state_only)
 def state_only(
     k: Tensor,
     v: Tensor,
@@ -265,6 +356,7 @@ def state_only(
     num_warmup_chunks: Tensor | None = None,
     calc_mt: bool = False,
     *,
+    beta_is_activated: bool = False,
     eps: float = EXIT_EPS,
     return_info: bool = False,
     impl: str | None = None,
@@ -276,23 +368,24 @@ def state_only(
     Args:
         k, v, g, beta, A_log, dt_bias, lower_bound: as in :func:`fwd`.
         cu_seqlens: ``[NS + 1]`` segment offsets, e.g. ``SegmentPlan.cu_seqlens``; None takes each batch row as a segment.
-        num_warmup_chunks: int32 or int64 ``[NS, H]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
+        num_warmup_chunks: int32 or int64 ``[NS, HV]`` or ``[NS]``: replay exactly this many trailing chunks, at most all,
             instead of measuring.
         calc_mt: also return mt.
+        beta_is_activated: as in :func:`fwd`.
         eps: the measured exit; with 0 only where ``||M||_F`` is exactly 0 in fp32.
         return_info: also return a :class:`SummaryInfo`; its ``fallback`` is what ``correct_initial_states`` takes.
         impl: as in :func:`fwd`.
 
     Returns:
-        ``ht``, ``(ht, mt)``, ``(ht, info)`` or ``(ht, mt, info)``, fresh. ht is ``[NS, H, V, K]`` fp32, the state at the
-        segment's end had it begun at zero. mt is ``[NS, H, K, K]`` fp32: ``mt[n, h, i, j]`` is the derivative of
+        ``ht``, ``(ht, mt)``, ``(ht, info)`` or ``(ht, mt, info)``, fresh. ht is ``[NS, HV, V, K]`` fp32, the state at the
+        segment's end had it begun at zero. mt is ``[NS, HV, K, K]`` fp32: ``mt[n, h, i, j]`` is the derivative of
         ``S_out[i, :]`` by ``S_in[j, :]``, so that V-first states go ``h_next = h @ mt.mT + ht``. After an exit mt is 0; for an
         empty segment ht = 0 and mt = I.
 
     Raises:
         As :func:`fwd`.
     """
-    problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens)
+    problem = check.check_summary(k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, beta_is_activated)
     eps = check.check_eps(eps)
     if num_warmup_chunks is not None:
         num_warmup_chunks = check.check_num_warmup_chunks(num_warmup_chunks, problem)
@@ -309,7 +402,7 @@ def state_only(
     return (summary.ht, info) if return_info else summary.ht
 
 
-@_in_full_precision
+@_public(ops.get_warmup_chunks)
 def get_warmup_chunks(
     g: Tensor,
     A_log: Tensor | None,
@@ -333,7 +426,7 @@ def get_warmup_chunks(
         impl: as in :func:`fwd`.
 
     Returns:
-        ``(num_warmup, fallback)``: ``[NS, H]`` int32 and bool. Where the bound is not met inside the segment, fallback is
+        ``(num_warmup, fallback)``: ``[NS, HV]`` int32 and bool. Where the bound is not met inside the segment, fallback is
         True and num_warmup is all of its chunks: such a segment needs mt.
 
     Raises:
@@ -349,7 +442,7 @@ def get_warmup_chunks(
         return stages.warmup_bound(x.g, x.A_log, x.dt_bias, x.lower_bound, problem.offsets(), max_len=problem.max_len, eps=eps)
 
 
-@_in_full_precision
+@_public(ops.correct_initial_states)
 def correct_initial_states(
     initial_state: Tensor | None,
     ht: Tensor,
@@ -362,17 +455,17 @@ def correct_initial_states(
     """State that enters each segment: ``h[i + 1] = h[i] @ mt[i].mT + ht[i]`` along each sequence, V-first.
 
     Args:
-        initial_state: ``[N, H, V, K]`` bf16 or fp32, or None for zeros.
-        ht: ``[NS, H, V, K]`` fp32 from :func:`state_only`.
-        mt: ``[NS, H, K, K]`` fp32, or None if no segment needs it: then ``h[i + 1] = ht[i]``.
-        fallback: ``[NS, H]`` or ``[NS]`` bool, True where mt matters; where False, mt and all that precedes the segment are
+        initial_state: ``[N, HV, V, K]`` bf16 or fp32, or None for zeros.
+        ht: ``[NS, HV, V, K]`` fp32 from :func:`state_only`.
+        mt: ``[NS, HV, K, K]`` fp32, or None if no segment needs it: then ``h[i + 1] = ht[i]``.
+        fallback: ``[NS, HV]`` or ``[NS]`` bool, True where mt matters; where False, mt and all that precedes the segment are
             skipped, by selection. None: True everywhere if mt is given.
         seq_map: ``[N + 1]`` int32 or int64: sequence n owns segments ``seq_map[n] .. seq_map[n + 1] - 1``
             (``SegmentPlan.seq_map``).
         impl: as in :func:`fwd`.
 
     Returns:
-        ``[NS, H, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
+        ``[NS, HV, V, K]`` fp32, fresh; 0 for segments that no sequence owns.
 
     Raises:
         As :func:`fwd`. ValueError also if fallback is True somewhere and mt is None (checked where free).
@@ -396,13 +489,13 @@ def correct_initial_states(
 
 
 def _allocate(
-    problem: check.Problem, q: Tensor, out: Tensor | None, final_state: Tensor | None, output_final_state: bool
+    problem: check.Problem, v: Tensor, out: Tensor | None, final_state: Tensor | None, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     if out is None:
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     if final_state is None and output_final_state:
-        shape = (problem.num_sequences, q.shape[2], HEAD_DIM, HEAD_DIM)
-        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+        shape = (problem.num_sequences, v.shape[2], HEAD_DIM, HEAD_DIM)
+        final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
     return out, final_state
 
 
@@ -426,38 +519,51 @@ def _choose(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
+    cut_further: bool = False,
 ) -> str:
     """Who runs the forward stage on these tensors."""
 
     def refusal() -> str | None:
-        return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, problem.memo)
+        if cut_further:
+            return "the kernels take no checkpoints in sequences that are cut"
+        indices = (problem.initial_state_indices, problem.final_state_indices)
+        return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, *indices, problem.memo)
 
     return dispatch.choose(impl, out.device, refusal)
 
 
 def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
-    if path == "sm90":
-        sm90.forward(
-            problem.inputs,
-            problem.cu_seqlens,
-            out,
-            max_len=problem.max_len,
-            initial_state=initial_state,
-            final_state=final_state,
-            memo=problem.memo,
-        )
+    inputs, offsets = problem.inputs, problem.cu_seqlens
+    states: dict[str, Any] = {
+        "initial_state": initial_state,
+        "in_index": problem.initial_state_indices,
+        "final_state": final_state,
+        "out_index": problem.final_state_indices,
+    }
+    if path == "sm90" and problem.checkpoint_states is None:
+        sm90.forward(inputs, offsets, out, max_len=problem.max_len, **states, memo=problem.memo)
         return
+    offsets = problem.offsets()
     with torch.no_grad():
-        packed = _pack(out)
-        stages.forward(
-            problem.inputs,
-            problem.offsets(),
-            packed,
-            max_len=problem.max_len,
-            initial_state=initial_state,
-            final_state=final_state,
-        )
-        _unpack(packed, out)
+        packed = out if path == "sm90" else _pack(out)
+        if problem.checkpoint_states is None:
+            stages.forward(inputs, offsets, packed, max_len=problem.max_len, **states)
+        else:
+            stage = sm90.forward if path == "sm90" else stages.forward
+            whole = checkpoints.Segments(offsets.diff().long(), problem.max_len)
+            checkpoints.forward(stage, _cuts(problem, whole), inputs, offsets, packed, **states)
+        if packed is not out:
+            _unpack(packed, out)
+
+
+def _cuts(problem: check.Problem, segments: checkpoints.Segments) -> checkpoints.Cuts:
+    """Where the checkpoints that were asked for interrupt segments."""
+    states, offsets = problem.checkpoint_states, problem.offsets()
+    assert states is not None
+    if problem.checkpoint_offsets is not None:
+        return checkpoints.at_offsets(states, problem.checkpoint_offsets, offsets.diff().long(), segments)
+    assert problem.checkpoint_every is not None
+    return checkpoints.at_every(states, problem.checkpoint_every, offsets[:-1].long(), segments)
 
 
 def _summary(
@@ -520,6 +626,8 @@ def _forward_segments(
 ) -> Certificate | None:
     """Summary, chain, forward. Slots hold the state handed on at the end of every segment that has a successor."""
     inputs, device = problem.inputs, out.device
+    if initial_state is not None and problem.initial_state_indices is not None:
+        initial_state = stages.gather_rows(initial_state, problem.initial_state_indices)
     of_slot = plan.segment_of_slot()
     summary = stages.state_summary(inputs, plan.cu_seqlens, max_len=plan.max_segment_len, segments=of_slot, eps=eps)
     handed_on = stages.chain(initial_state, summary.ht, summary.mt, ~summary.exited, plan.slot_map(), max_slots=plan.num_slots)
@@ -539,19 +647,18 @@ def _forward_segments(
         table = torch.full((plan.capacity + 1, inputs.heads), -1, dtype=torch.int64, device=device)
         suffix = plan.segment_len // CHUNK - summary.chunks.long()
         probe = table.index_copy_(0, of_slot, torch.where(summary.exited, suffix, -1))[:-1]
-    out_index = torch.where(used & last, owner, -1)
+    row = owner if problem.final_state_indices is None else problem.final_state_indices.long()[owner]
+    out_index = torch.where(used & last, row, -1)
     packed = _pack(out)
-    entering = stages.forward(
-        inputs,
-        plan.cu_seqlens,
-        packed,
-        max_len=plan.max_segment_len,
-        initial_state=handed_on,
-        in_index=in_index,
-        final_state=final_state,
-        out_index=out_index,
-        probe=probe,
-    )
+    states = {"initial_state": handed_on, "in_index": in_index, "final_state": final_state, "out_index": out_index}
+    if problem.checkpoint_states is None:
+        entering = stages.forward(inputs, plan.cu_seqlens, packed, max_len=plan.max_segment_len, **states, probe=probe)
+    else:
+        begin = torch.where(used, (segment - plan.seq_map[owner]) * plan.segment_len, 0)
+        cut = checkpoints.Segments(plan.cu_seqlens.diff().long(), plan.max_segment_len, owner, begin)
+        entering = checkpoints.forward(
+            stages.forward, _cuts(problem, cut), inputs, plan.cu_seqlens, packed, **states, probe=probe
+        )
     _unpack(packed, out)
     if entering is None:
         return None

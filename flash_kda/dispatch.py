@@ -7,6 +7,7 @@ is logged once and :func:`last_path` tells what the latest call of this thread u
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from . import settings
 
 logger = logging.getLogger("flash_kda")
 _local = threading.local()
+_lock = threading.Lock()
 _logged: set[str] = set()
 
 
@@ -45,11 +47,20 @@ def choose(impl: str | None, device: torch.device, refusal: Callable[[], str | N
             raise NotImplementedError(
                 f"impl='sm90' must be able to run, got tensors on {device}: {reason}; use impl='reference'"
             )
-        elif device.type == "cuda" and reason not in _logged:
-            _logged.add(reason)
-            logger.warning("flash_kda runs the PyTorch reference on %s: %s", device, reason)
+        elif device.type == "cuda":
+            _log_once(device, reason)
     _local.path = chosen
     return chosen
+
+
+def _log_once(device: torch.device, reason: str) -> None:
+    """Once for each kind of reason: addresses and lengths in it differ from call to call."""
+    kind = re.sub(r"0x[0-9a-f]+|[0-9]+", "#", reason)
+    with _lock:
+        if kind in _logged:
+            return
+        _logged.add(kind)
+    logger.warning("flash_kda runs the PyTorch reference on %s: %s", device, reason)
 
 
 def why_not_sm90(device: torch.device) -> str | None:

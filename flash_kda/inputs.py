@@ -15,14 +15,15 @@ class Inputs:
 
     Attributes:
         q: ``[T, H, K]`` queries, or None for the stages that need no outputs.
-        k: ``[T, H, K]`` keys; q and k are l2-normalised inside.
-        v: ``[T, H, V]`` values.
-        g: ``[T, H, K]`` gate before activation.
-        beta: ``[T, H]`` logits of the write strength.
-        A_log: ``[H]`` fp32, log of the gate's slope; None for 0.
-        dt_bias: ``[H, K]`` fp32, added to g; None for 0.
+        k: ``[T, H, K]`` keys; q and k are l2-normalised inside. Value head h reads query and key head ``h // (HV / H)``.
+        v: ``[T, HV, V]`` values.
+        g: ``[T, HV, K]`` gate before activation.
+        beta: ``[T, HV]`` logits of the write strength, or the write strength itself.
+        A_log: ``[HV]`` fp32, log of the gate's slope; None for 0.
+        dt_bias: ``[HV, K]`` fp32, added to g; None for 0.
         lower_bound: log decay of a token is in [lower_bound, 0].
         scale: multiplies the outputs, usually K^-0.5.
+        beta_is_activated: beta is the write strength, in [0, 2], and not its logit.
     """
 
     q: Tensor | None
@@ -34,6 +35,7 @@ class Inputs:
     dt_bias: Tensor | None
     lower_bound: float
     scale: float = 1.0
+    beta_is_activated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -41,7 +43,8 @@ class Inputs:
 
     @property
     def heads(self) -> int:
-        return self.k.shape[-2]
+        """HV, the heads that have a state."""
+        return self.v.shape[-2]
 
     def contiguous(self, *, with_q: bool = True) -> Inputs:
         """The same values in contiguous tensors without batch axis, copied only where needed; without q if not wanted."""

@@ -2,7 +2,7 @@
 
 Errors have one shape, ``<argument> must <requirement>, got <value>; <remedy>``. Shapes, dtypes, devices, strides and
 aliasing are metadata and always checked. Contents are checked where they are free to read: offsets on a CPU. Contents of
-device tensors are only read with ``FLASH_KDA_DEBUG=1`` (settings.py).
+device tensors are only read with ``FLASH_KDA_DEBUG`` (settings.py, debug.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import settings
+from . import debug, settings, views
 from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
 from .inputs import Inputs
@@ -28,9 +28,11 @@ GATE_DTYPES = (torch.bfloat16, torch.float32)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 
 FORWARD_TENSORS = (
-    "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"
+    "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens",
+    "initial_state_indices", "final_state_indices", "checkpoint_states", "checkpoint_offsets",
 )  # fmt: skip
-OUT, INITIAL_STATE, FINAL_STATE = (FORWARD_TENSORS.index(name) for name in ("out", "initial_state", "final_state"))
+INITIAL_STATE, FINAL_STATE = FORWARD_TENSORS.index("initial_state"), FORWARD_TENSORS.index("final_state")
+WRITTEN = tuple(FORWARD_TENSORS.index(name) for name in ("out", "final_state", "checkpoint_states"))
 
 SEEN_KEPT = 1024
 """Kinds of calls whose metadata is remembered as checked."""
@@ -49,6 +51,10 @@ class Problem:
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
         memo: shared by all calls that differ only in addresses and contents: a stage may keep here what depends on neither.
+        initial_state_indices, final_state_indices: ``[N]`` int32 rows of the states that each sequence reads and writes, or
+            None for row n.
+        checkpoint_states, checkpoint_offsets, checkpoint_every: states on the way and where they are taken, or None.
+        debug: what was asked to be looked for in contents.
     """
 
     inputs: Inputs
@@ -56,6 +62,12 @@ class Problem:
     num_sequences: int
     max_len: int
     memo: Memo = field(default_factory=dict)
+    initial_state_indices: Tensor | None = None
+    final_state_indices: Tensor | None = None
+    checkpoint_states: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+    checkpoint_every: int | None = None
+    debug: tuple[str, ...] = ()
 
     def offsets(self) -> Tensor:
         """``[N + 1]`` offsets, made where there are none."""
@@ -79,14 +91,26 @@ def check_forward(
     final_state: Tensor | None,
     cu_seqlens: Tensor | None,
     output_final_state: bool = False,
+    beta_is_activated: bool = False,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_every: int | None = None,
 ) -> Problem:
     """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
 
     What only depends on shapes, dtypes, strides and devices is remembered: a call like an earlier one costs the host a few
     microseconds. Aliasing and contents are looked at every time.
     """
-    everything = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
-    key = _metadata(everything, scale, lower_bound, output_final_state)
+    everything = (
+        q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens, initial_state_indices,
+        final_state_indices, checkpoint_states, checkpoint_offsets,
+    )  # fmt: skip
+    _check_flag("beta_is_activated", beta_is_activated)
+    if checkpoint_every is not None:
+        _check_multiple("checkpoint_every", checkpoint_every)
+    key = _metadata(everything, scale, lower_bound, bool(output_final_state), beta_is_activated, checkpoint_every)
     memo = None if key is None else _seen.get(key)
     if memo is None:
         named: dict[str, Tensor | None] = dict(zip(FORWARD_TENSORS, everything, strict=True))
@@ -95,41 +119,55 @@ def check_forward(
         _check_no_grad(named)
         _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
         if out is not None:
-            _check_shape("out", out, "[B,T,H,V]", tuple(q.shape))
+            _check_shape("out", out, "[B,T,HV,V]", tuple(v.shape))
             _check_dtype("out", out, (torch.bfloat16,))
             _check_writable("out", out)
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-            if state is not None:
-                _check_shape(name, state, "[N,H,V,K]", (sequences, q.shape[2], HEAD_DIM, HEAD_DIM))
-                _check_dtype(name, state, STATE_DTYPES)
+        _check_states("initial_state", initial_state, initial_state_indices, sequences, v.shape[2])
+        _check_states("final_state", final_state, final_state_indices, sequences, v.shape[2])
         if final_state is not None:
             _check_writable("final_state", final_state)
-        memo = {"extents": tuple(0 if x is None else _extent(x) for x in everything)}
+        _check_checkpoints(checkpoint_states, checkpoint_offsets, checkpoint_every, sequences, v)
+        memo = {"extents": [(i, views.extent(x)) for i, x in enumerate(everything) if x is not None]}
         if key is not None:
             if len(_seen) >= SEEN_KEPT:
                 _seen.clear()
             _seen[key] = memo
-    extents = memo["extents"]
-    starts = [0 if x is None else x.data_ptr() for x in everything]
-    for target in (OUT, FINAL_STATE):
-        first = starts[target]
-        if not first:
-            continue
-        last = first + extents[target]
-        for other, start in enumerate(starts):
-            if start < last and first < start + extents[other] and other != target:
-                _check_aliasing(everything, target, other)
-    inputs = Inputs(q, k, v, g, beta, A_log, _per_head_bias(dt_bias, q.shape[2]), float(lower_bound), float(scale))
-    return _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, initial_state, memo)
+    spans = [(i, everything[i].data_ptr(), extent) for i, extent in memo["extents"]]  # type: ignore[union-attr]
+    for target, first, extent in spans:
+        if target in WRITTEN:
+            last = first + extent
+            for other, start, size in spans:
+                if start < last and first < start + size and other != target:
+                    _check_aliasing(everything, target, other)
+    bias = _per_head_bias(dt_bias, v.shape[2])
+    inputs = Inputs(q, k, v, g, beta, A_log, bias, float(lower_bound), float(scale), beta_is_activated)
+    problem = _problem(
+        inputs,
+        q.shape[0],
+        q.shape[1],
+        cu_seqlens,
+        memo,
+        initial_state_indices=initial_state_indices,
+        final_state_indices=final_state_indices,
+        checkpoint_states=checkpoint_states,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_every=checkpoint_every,
+    )
+    if checkpoint_offsets is not None and ("bounds" in problem.debug or readable(checkpoint_offsets)):
+        debug.check_checkpoints(problem)
+    if problem.debug:
+        shared = initial_state is not None and final_state is not None and views.overlap(initial_state, final_state)
+        debug.check_call(problem, initial_state, final_state, shared)
+    return problem
 
 
-def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, with_final: bool) -> Key | None:
+def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, *flags: object) -> Key | None:
     """All that the checks of a call can depend on besides addresses and contents; None if an argument is of no kind known."""
     if type(scale) not in (float, int) or type(lower_bound) not in (float, int):
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [scale, lower_bound, bool(with_final), grad, torch.is_inference_mode_enabled()]
+    key: list[object] = [scale, lower_bound, *flags, grad, torch.is_inference_mode_enabled()]
     try:
         for x in tensors:
             if x is None:
@@ -141,21 +179,15 @@ def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: flo
     return tuple(key)
 
 
-def _extent(x: Tensor) -> int:
-    """Bytes from the first element of a view to the end of its last."""
-    if x.numel() == 0 or x.is_meta:
-        return 0
-    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
-
-
 def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
     """Two views whose address ranges meet: the one that is written must share no element with the other."""
     written, source = tensors[target], tensors[other]
-    if written is None or source is None or not _overlap(written, source):
+    in_place = target == FINAL_STATE and other == INITIAL_STATE
+    if (in_place and written is source) or written is None or source is None or not views.overlap(written, source):
         return
     remedy = "allocate it separately"
-    if target == FINAL_STATE and other == INITIAL_STATE:
-        if _same_view(written, source):
+    if in_place:
+        if views.same_view(written, source):
             return
         remedy = "pass the very same tensor to update states in place, or separate memory"
     name, shared = FORWARD_TENSORS[target], FORWARD_TENSORS[other]
@@ -171,14 +203,20 @@ def check_summary(
     dt_bias: Tensor | None,
     lower_bound: float,
     cu_seqlens: Tensor | None,
+    beta_is_activated: bool = False,
 ) -> Problem:
     """The contract of ``state_only``: that of ``fwd`` for the tensors it takes."""
     tensors = {"k": k, "v": v, "g": g, "beta": beta}
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_no_grad({**tensors, **optional})
     _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
-    inputs = Inputs(None, k, v, g, beta, A_log, _per_head_bias(dt_bias, k.shape[2]), float(lower_bound))
-    return _problem(inputs, k.shape[0], k.shape[1], cu_seqlens)
+    _check_flag("beta_is_activated", beta_is_activated)
+    bias = _per_head_bias(dt_bias, v.shape[2])
+    inputs = Inputs(None, k, v, g, beta, A_log, bias, float(lower_bound), beta_is_activated=beta_is_activated)
+    problem = _problem(inputs, k.shape[0], k.shape[1], cu_seqlens)
+    if problem.debug:
+        debug.check_call(problem)
+    return problem
 
 
 def check_gates(
@@ -189,15 +227,18 @@ def check_gates(
     optional = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens}
     _check_tokens({"g": g}, optional, A_log, dt_bias, lower_bound, cu_seqlens, 1.0)
     inputs = Inputs(None, g, g, g, g[..., 0], A_log, _per_head_bias(dt_bias, g.shape[2]), float(lower_bound))
-    return _problem(inputs, g.shape[0], g.shape[1], cu_seqlens)
+    problem = _problem(inputs, g.shape[0], g.shape[1], cu_seqlens)
+    if problem.debug:
+        debug.check_call(problem)
+    return problem
 
 
 def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
-    """``[NS, H]`` counts of ``state_only``, negative ones refused where free to read."""
+    """``[NS, HV]`` counts of ``state_only``, negative ones refused where free to read."""
     name = "num_warmup_chunks"
     x = per_head(name, x, problem.num_sequences, problem.inputs.heads, OFFSET_DTYPES)
     check_devices({name: x}, problem.inputs.k.device)
-    if (readable(x) or settings.debug()) and bool((x < 0).any()):
+    if (readable(x) or "bounds" in settings.debug()) and bool((x < 0).any()):
         raise ValueError(f"{name} must be >= 0, got {int(x.min())}")
     return x
 
@@ -205,28 +246,28 @@ def check_num_warmup_chunks(x: Tensor, problem: Problem) -> Tensor:
 def check_correction(
     initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, fallback: Tensor | None, seq_map: Tensor
 ) -> Tensor | None:
-    """The contract of ``correct_initial_states``. Returns fallback as ``[NS, H]`` bool or None."""
+    """The contract of ``correct_initial_states``. Returns fallback as ``[NS, HV]`` bool or None."""
     tensors = {"ht": ht, "mt": mt, "fallback": fallback, "seq_map": seq_map, "initial_state": initial_state}
     _check_tensors(tensors, required=("ht", "seq_map"))
     _check_no_grad(tensors)
-    _check_rank("ht", ht, "[NS,H,V,K]", 4)
+    _check_rank("ht", ht, "[NS,HV,V,K]", 4)
     segments, heads = ht.shape[:2]
-    _check_shape("ht", ht, "[NS,H,V,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
+    _check_shape("ht", ht, "[NS,HV,V,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
     _check_dtype("ht", ht, (torch.float32,))
     _check_offset_tensor("seq_map", seq_map)
     if mt is not None:
-        _check_shape("mt", mt, "[NS,H,K,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
+        _check_shape("mt", mt, "[NS,HV,K,K]", (segments, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("mt", mt, (torch.float32,))
     if initial_state is not None:
-        _check_shape("initial_state", initial_state, "[N,H,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
+        _check_shape("initial_state", initial_state, "[N,HV,V,K]", (seq_map.numel() - 1, heads, HEAD_DIM, HEAD_DIM))
         _check_dtype("initial_state", initial_state, STATE_DTYPES)
     check_devices(tensors, ht.device)
-    if readable(seq_map) or settings.debug():
+    if readable(seq_map) or "bounds" in settings.debug():
         check_offsets("seq_map", seq_map, segments, "segments")
     if fallback is None:
         return None
     fallback = per_head("fallback", fallback, segments, heads, (torch.bool,))
-    if mt is None and (readable(fallback) or settings.debug()) and bool(fallback.any()):
+    if mt is None and (readable(fallback) or "bounds" in settings.debug()) and bool(fallback.any()):
         raise ValueError(
             "mt must be given where fallback is True, got None; call state_only(..., calc_mt=True) or pass fallback=None"
         )
@@ -251,7 +292,7 @@ def check_plan(
         _check_integer("num_processors", num_processors, 1)
     check_segment_len(segment_len, fixed_plan)
     offsets = None
-    if readable(cu_seqlens) or settings.debug():
+    if readable(cu_seqlens) or "bounds" in settings.debug():
         offsets = check_offsets("cu_seqlens", cu_seqlens, total_tokens, "tokens")
     if cu_seqlens_cpu is None:
         return offsets
@@ -276,21 +317,19 @@ def check_segment_len(segment_len: int | None, fixed_plan: bool) -> None:
     """A multiple of 16, or None; not both this and ``fixed_plan``."""
     if segment_len is None:
         return
-    _check_integer("segment_len", segment_len, CHUNK)
-    if segment_len % CHUNK:
-        raise ValueError(f"segment_len must be a multiple of {CHUNK}, got {segment_len}")
+    _check_multiple("segment_len", segment_len)
     if fixed_plan:
         raise ValueError(f"segment_len must be None with fixed_plan=True, got {segment_len}; pass one of the two")
 
 
 def per_head(name: str, x: Tensor, segments: int, heads: int, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """``[NS, H]`` from ``[NS, H]`` or the published per-segment form ``[NS]``."""
+    """``[NS, HV]`` from ``[NS, HV]`` or the published per-segment form ``[NS]``."""
     _check_tensors({name: x})
     _check_dtype(name, x, dtypes)
     if x.dim() == 1 and x.shape[0] == segments:
         return x[:, None].expand(segments, heads)
     if tuple(x.shape) != (segments, heads):
-        raise ValueError(f"{name} must have shape [NS,H] = {(segments, heads)} or [NS] = {(segments,)}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape [NS,HV] = {(segments, heads)} or [NS] = {(segments,)}, got {tuple(x.shape)}")
     return x
 
 
@@ -354,28 +393,35 @@ def _check_tokens(
     _number("scale", scale)
     lead_name = next(iter(tensors))
     lead = tensors[lead_name]
-    _check_rank(lead_name, lead, "[B,T,H,K]", 4)
+    lead_layout = "[B,T,HV,K]" if lead_name == "g" else "[B,T,H,K]"
+    _check_rank(lead_name, lead, lead_layout, 4)
     batch, tokens, heads, dim = lead.shape
     if dim != HEAD_DIM:
         raise ValueError(
-            f"{lead_name} must have head dimension K = V = {HEAD_DIM}, got {dim} in shape {tuple(lead.shape)} of [B,T,H,K]"
+            f"{lead_name} must have head dimension K = V = {HEAD_DIM}, got {dim} in shape {tuple(lead.shape)} of {lead_layout}"
         )
     if heads < 1:
-        raise ValueError(f"{lead_name} must have at least one head, got shape {tuple(lead.shape)} of [B,T,H,K]")
+        raise ValueError(f"{lead_name} must have at least one head, got shape {tuple(lead.shape)} of {lead_layout}")
+    source = "v" if "v" in tensors else lead_name
+    value_heads = _value_heads(tensors[source], heads, lead_name) if source == "v" else heads
+    taken_from = f"; HV is the third axis of {source} = {tuple(tensors[source].shape)}"
     for name, x in tensors.items():
-        layout = {"beta": "[B,T,H]", "v": "[B,T,H,V]"}.get(name, "[B,T,H,K]")
-        _check_shape(name, x, layout, (batch, tokens, heads) if name == "beta" else (batch, tokens, heads, dim))
+        if name in ("q", "k"):
+            _check_shape(name, x, "[B,T,H,K]", (batch, tokens, heads, dim))
+        elif name == "beta":
+            _check_shape(name, x, "[B,T,HV]", (batch, tokens, value_heads), taken_from)
+        else:
+            layout = "[B,T,HV,V]" if name == "v" else "[B,T,HV,K]"
+            _check_shape(name, x, layout, (batch, tokens, value_heads, dim), "" if name == source else taken_from)
         _check_dtype(name, x, GATE_DTYPES if name in ("g", "beta") else (torch.bfloat16,))
-    taken_from = f"; H is the third axis of {lead_name} [B,T,H,K] = {tuple(lead.shape)}"
     if A_log is not None:
-        if tuple(A_log.shape) != (heads,):
-            raise ValueError(f"A_log must have shape [H] = {(heads,)}, got {tuple(A_log.shape)}{taken_from}")
+        _check_shape("A_log", A_log, "[HV]", (value_heads,), taken_from)
         _check_dtype("A_log", A_log, (torch.float32,))
     if dt_bias is not None:
-        if tuple(dt_bias.shape) not in ((heads, dim), (heads * dim,)):
+        pair, flat = (value_heads, dim), (value_heads * dim,)
+        if tuple(dt_bias.shape) not in (pair, flat):
             raise ValueError(
-                f"dt_bias must have shape [H,K] = {(heads, dim)} or [H*K] = {(heads * dim,)}, got {tuple(dt_bias.shape)}"
-                + taken_from
+                f"dt_bias must have shape [HV,K] = {pair} or [HV*K] = {flat}, got {tuple(dt_bias.shape)}{taken_from}"
             )
         _check_dtype("dt_bias", dt_bias, (torch.float32,))
     check_devices({**tensors, **optional}, lead.device)
@@ -383,7 +429,7 @@ def _check_tokens(
     if cu_seqlens is not None:
         if batch != 1:
             raise ValueError(
-                f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of [B,T,H,K]; "
+                f"{lead_name} must have B = 1 with cu_seqlens, got shape {tuple(lead.shape)} of {lead_layout}; "
                 "pack the sequences on the token axis"
             )
         _check_offset_tensor("cu_seqlens", cu_seqlens)
@@ -394,23 +440,84 @@ def _problem(
     batch: int,
     tokens: int,
     cu_seqlens: Tensor | None,
-    initial_state: Tensor | None = None,
     memo: Memo | None = None,
+    **given: Any,
 ) -> Problem:
-    """The call; reads contents where that is free or asked for."""
-    num_sequences, max_len, covered = batch, tokens, tokens
-    debug = settings.debug()
+    """The call; reads offsets where that is free or asked for."""
+    num_sequences, max_len = batch, tokens
+    asked = settings.debug()
     if cu_seqlens is not None:
         num_sequences = cu_seqlens.numel() - 1
-        if debug or readable(cu_seqlens):
+        if readable(cu_seqlens) or "bounds" in asked:
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
-            covered = values[-1]
-    if debug:
-        token_tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": inputs.beta}
-        _check_finite({name: None if x is None else x[:, :covered] for name, x in token_tensors.items()})
-        _check_finite({"A_log": inputs.A_log, "dt_bias": inputs.dt_bias, "initial_state": initial_state})
-    return Problem(inputs, cu_seqlens, num_sequences, max_len, {} if memo is None else memo)
+    memo = {} if memo is None else memo
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, memo, debug=asked, **given)
+
+
+def _check_states(name: str, state: Tensor | None, indices: Tensor | None, sequences: int, heads: int) -> None:
+    """One state a sequence, or a pool and the slot of each."""
+    if state is not None:
+        slots, layout = sequences, "[N,HV,V,K]"
+        if indices is not None:
+            _check_rank(name, state, "[slots,HV,V,K]", 4)
+            slots, layout = state.shape[0], "[slots,HV,V,K]"
+        _check_shape(name, state, layout, (slots, heads, HEAD_DIM, HEAD_DIM))
+        _check_dtype(name, state, STATE_DTYPES)
+    if indices is not None:
+        if state is None:
+            raise ValueError(f"{name} must be given with {name}_indices, got None; they name its slots")
+        _check_shape(f"{name}_indices", indices, "[N]", (sequences,))
+        _check_dtype(f"{name}_indices", indices, (torch.int32,))
+
+
+def _check_checkpoints(states: Tensor | None, offsets: Tensor | None, every: int | None, sequences: int, v: Tensor) -> None:
+    """Where to put states on the way, and one way to say where they are taken."""
+    if offsets is not None and every is not None:
+        raise ValueError(f"checkpoint_every must be None with checkpoint_offsets, got {every}; pass one of the two")
+    if states is None:
+        if offsets is None and every is None:
+            return
+        name = "checkpoint_every" if offsets is None else "checkpoint_offsets"
+        raise ValueError(f"checkpoint_states must be given with {name}, got None; it is where the states go")
+    state = (v.shape[2], HEAD_DIM, HEAD_DIM)
+    if offsets is not None:
+        if offsets.dim() not in (1, 2) or offsets.shape[0] != sequences:
+            raise ValueError(
+                f"checkpoint_offsets must have shape [N,C] or [N] with N = {sequences}, got {tuple(offsets.shape)}"
+            )
+        _check_dtype("checkpoint_offsets", offsets, OFFSET_DTYPES)
+        layout = "[N,HV,V,K]" if offsets.dim() == 1 else "[N,C,HV,V,K]"
+        _check_shape("checkpoint_states", states, layout, (*offsets.shape, *state))
+        if (
+            states.dim() == 5
+            and states.numel()
+            and states.shape[0] > 1
+            and states.stride(0) != states.shape[1] * states.stride(1)
+        ):
+            raise ValueError(
+                f"checkpoint_states must have its N axis C states apart, got strides {states.stride()} "
+                f"for shape {tuple(states.shape)}"
+            )
+    elif every is not None:
+        rows = v.shape[0] * v.shape[1] // every
+        _check_shape("checkpoint_states", states, "[B*T//checkpoint_every,HV,V,K]", (rows, *state))
+    else:
+        raise ValueError("checkpoint_states must come with checkpoint_offsets or checkpoint_every, got neither")
+    _check_dtype("checkpoint_states", states, STATE_DTYPES)
+    _check_writable("checkpoint_states", states)
+
+
+def _value_heads(v: Tensor, heads: int, lead_name: str) -> int:
+    """HV, a multiple of the H heads that q and k have."""
+    _check_rank("v", v, "[B,T,HV,V]", 4)
+    value_heads = v.shape[2]
+    if value_heads < heads or value_heads % heads:
+        raise ValueError(
+            f"v must have a multiple of the H = {heads} heads of {lead_name} as HV, got shape {tuple(v.shape)} of [B,T,HV,V]; "
+            "value head h reads query and key head h // (HV / H)"
+        )
+    return value_heads
 
 
 def _per_head_bias(dt_bias: Tensor | None, heads: int) -> Tensor | None:
@@ -435,6 +542,13 @@ def _check_integer(name: str, value: int, least: int) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def _check_multiple(name: str, value: int) -> None:
+    """Whole chunks."""
+    _check_integer(name, value, CHUNK)
+    if value % CHUNK:
+        raise ValueError(f"{name} must be a multiple of {CHUNK}, got {value}")
 
 
 def _check_tensors(tensors: dict[str, Tensor] | dict[str, Tensor | None], required: Sequence[str] = ()) -> None:
@@ -463,9 +577,14 @@ def _check_rank(name: str, x: Tensor, layout: str, rank: int) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(x.shape)}")
 
 
-def _check_shape(name: str, x: Tensor, layout: str, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, x: Tensor, layout: str, shape: tuple[int, ...], remedy: str = "") -> None:
     if tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape {layout} = {shape}, got {tuple(x.shape)}{remedy}")
+
+
+def _check_flag(name: str, value: bool) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -495,43 +614,3 @@ def _check_writable(name: str, x: Tensor) -> None:
                 "do not expand a tensor that is written to"
             )
         extent = stride * (size - 1) + extent
-
-
-def _check_finite(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> None:
-    for name, x in tensors.items():
-        if x is not None and not bool(x.isfinite().all()):
-            where = (~x.isfinite()).nonzero()[0].tolist()
-            raise ValueError(f"{name} must be finite, got {x[tuple(where)].item()} at {where} (FLASH_KDA_DEBUG=1)")
-
-
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    """The same elements in the same order; strides of axes of size 1 mean nothing."""
-    strides = (tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) for x in (a, b))
-    return (a.data_ptr(), a.shape, next(strides), a.dtype) == (b.data_ptr(), b.shape, next(strides), b.dtype)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views may share memory. Interleaved slices of one buffer, as of a fused projection, do not."""
-    if a.numel() == 0 or b.numel() == 0 or a.is_meta:
-        return False
-    spans = []
-    for x in (a, b):
-        reach = sum((n - 1) * abs(s) for n, s in zip(x.shape, x.stride(), strict=True))
-        spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()))
-    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
-        return False
-    # Modulo the common period of all strides but those of the contiguous last axes, each view is one run of bytes.
-    period = 0
-    runs = []
-    for x in (a, b):
-        axes = [(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-        run = 1
-        while axes and axes[-1][1] == run:
-            run *= axes.pop()[0]
-        for _, s in axes:
-            period = math.gcd(period, s * x.element_size())
-        runs.append(run * x.element_size())
-    if period == 0:
-        return True
-    shift = (b.data_ptr() - a.data_ptr()) % period
-    return not (shift >= runs[0] and shift + runs[1] <= period)

@@ -23,7 +23,7 @@ TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 
 @dataclass(frozen=True)
 class Case:
-    """One call's inputs: ``[B, T, H, 128]``, ``beta`` ``[B, T, H]``."""
+    """One call's inputs: q, k ``[B, T, H, 128]``; v, g ``[B, T, HV, 128]``, ``beta`` ``[B, T, HV]``."""
 
     q: Tensor
     k: Tensor
@@ -34,6 +34,7 @@ class Case:
     dt_bias: Tensor
     lower_bound: float = -5.0
     scale: float = SCALE
+    beta_is_activated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -41,16 +42,17 @@ class Case:
 
     @property
     def heads(self) -> int:
-        return self.q.shape[2]
+        """Value heads."""
+        return self.v.shape[2]
 
     def fwd(self, **changes) -> dict:
         """Keyword arguments of ``fwd``; ``out`` is a fresh NaN-filled buffer."""
-        arguments = dict(vars(self), out=nan_like(self.q))
+        arguments = dict(vars(self), out=nan_like(self.v))
         return arguments | changes
 
     def summary(self, **changes) -> dict:
         """Keyword arguments of ``state_only``."""
-        names = ("k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound")
+        names = ("k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound", "beta_is_activated")
         return {name: getattr(self, name) for name in names} | {"cu_seqlens": None} | changes
 
     def gates(self, **changes) -> dict:
@@ -75,7 +77,8 @@ class Case:
         tensors = {name: getattr(self, name)[0] for name in TOKEN_INPUTS}
         if dtype is not None:
             tensors = {name: x.to(dtype) for name, x in tensors.items()}
-        return Inputs(**tensors, A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.lower_bound, scale=self.scale)
+        names = ("A_log", "dt_bias", "lower_bound", "scale", "beta_is_activated")
+        return Inputs(**tensors, **{name: getattr(self, name) for name in names})
 
     def oracle(self, initial_state=None, cu_seqlens=None, dtype=torch.float64) -> tuple[Tensor, Tensor]:
         return recurrent_kda(**vars(self), initial_state=initial_state, cu_seqlens=cu_seqlens, dtype=dtype)
@@ -91,6 +94,22 @@ def random(tokens: int, heads: int, *, batch: int = 1, lower_bound: float = -5.0
     beta = normal(batch, tokens, heads)
     dt_bias = torch.randn(heads, D, generator=rng)
     return Case(q, k, v, g, beta, -0.2 * torch.rand(heads, generator=rng), dt_bias, lower_bound)
+
+
+def grouped(case: Case, group: int) -> Case:
+    """One query and key head for each ``group`` value heads."""
+    return replace(case, q=case.q[:, :, ::group], k=case.k[:, :, ::group])
+
+
+def repeated(case: Case) -> Case:
+    """Query and key heads repeated so that every value head has its own."""
+    group = case.heads // case.q.shape[2]
+    return replace(case, q=case.q.repeat_interleave(group, 2), k=case.k.repeat_interleave(group, 2))
+
+
+def negative(case: Case) -> Case:
+    """Activated write strengths up to 2: the transition of a token has negative eigenvalues."""
+    return replace(case, beta=2 * torch.sigmoid(case.beta.float()), beta_is_activated=True)
 
 
 def plain(case: Case) -> Case:

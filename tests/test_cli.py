@@ -179,7 +179,8 @@ BAD = {
     "k in fp16": (lambda x: {**x, "k": x["k"].half()}, ("k must be bfloat16, got float16",)),
     "A_log in bf16": (lambda x: {**x, "A_log": x["A_log"].bfloat16()}, ("A_log must be float32, got bfloat16",)),
     "q of rank 3": (lambda x: {**x, "q": x["q"][0]}, ("q must have shape [B,T,H,K]", "(300, 2, 128)")),
-    "v shorter": (lambda x: {**x, "v": x["v"][:, :299]}, ("v must have shape [B,T,H,V]", "299")),
+    "v shorter": (lambda x: {**x, "v": x["v"][:, :299]}, ("v must have shape [B,T,HV,V]", "299")),
+    "grouped heads": (lambda x: {**x, "q": x["q"][:, :, :1], "k": x["k"][:, :, :1]}, ("v must have the H = 1 heads of q",)),
     "a NaN in g": (
         lambda x: {**x, "g": x["g"].index_fill(1, torch.tensor([7]), float("nan"))},
         ("g must be finite", "[0, 7, 0, 0]"),

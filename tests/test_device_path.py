@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flash_kda
-from flash_kda import host, validation
+from flash_kda import checkpoints, host, validation
 from flash_kda.reference import chunks, stages
 
 
@@ -26,7 +26,7 @@ def blind(monkeypatch):
     def no(_x):
         return False
 
-    for module in (host, validation, chunks, stages):
+    for module in (host, validation, chunks, stages, checkpoints):
         monkeypatch.setattr(module, "readable", no)
     for name in ("item", "tolist", "__bool__", "nonzero", "__int__", "__float__"):
 
@@ -75,6 +75,17 @@ def test_blind_equals_readable(monkeypatch, request, with_state):
     assert torch.equal(seen_parts[3].chunks, blind_parts[3].chunks[:used])
 
 
-def test_no_read_at_all(blind):
+@pytest.mark.parametrize("function", [flash_kda.fwd, flash_kda.fwd_cp])
+def test_no_read_at_all(blind, function):
     inputs, params = _inputs(100, 1)
-    flash_kda.fwd_cp(*inputs, None, *params, cu_seqlens=torch.tensor([0, 40, 100]), segment_len=32)
+    options = {"cu_seqlens": torch.tensor([0, 40, 100]), "impl": "reference"}
+    if function is flash_kda.fwd_cp:
+        options["segment_len"] = 32
+    function(*inputs, None, *params, **options)
+    pool, slots = torch.zeros(5, 1, 128, 128), torch.tensor([3, -1], dtype=torch.int32)
+    pools = {"initial_state": pool, "final_state": pool, "initial_state_indices": slots, "final_state_indices": slots}
+    function(*inputs, None, *params, **options, **pools)
+    states = torch.zeros(2, 2, 1, 128, 128)
+    chosen = torch.tensor([[16, -1], [16, 48]])
+    function(*inputs, None, *params, **options, **pools, checkpoint_states=states, checkpoint_offsets=chosen)
+    function(*inputs, None, *params, **options, checkpoint_states=states[0].repeat(2, 1, 1, 1)[:3], checkpoint_every=32)

@@ -46,12 +46,91 @@ def launches(monkeypatch):
 
 
 def fwd(case, **options):
-    arguments = {**vars(case), "out": torch.zeros_like(case.q), **options}
+    arguments = {**vars(case), "out": torch.zeros_like(case.v), **options}
     return flash_kda.fwd(**arguments, impl="sm90")
 
 
 def test_forward_variants_share_one_signature():
     assert SIGNATURES["forward"] == SIGNATURES["forward_split_v"]
+
+
+def test_grouped_heads_are_not_repeated(launches):
+    case = cases.grouped(cases.random(40, 6), 3)
+    fwd(case, output_final_state=True)
+    (call,) = launches
+    for name, heads in (("q", 2), ("k", 2), ("v", 6), ("g", 6)):
+        x = getattr(case, name)
+        assert call[f"{name}_desc"] == (x.data_ptr(), (40, heads, D), x.stride()[1:])
+    assert (call["heads"], call["qk_group"], call["n_items"]) == (6, 3, 6)
+
+
+def test_activated_beta_is_refused(launches):
+    with pytest.raises(NotImplementedError, match="beta is activated"):
+        fwd(cases.negative(cases.random(40, 2)))
+    assert not launches
+
+
+def test_slots_are_passed_on(launches):
+    case, pool = cases.random(70, 2), cases.state(9, 2)
+    slots = torch.tensor([3, -1, 8], dtype=torch.int32)
+    offsets = packed_offsets(40, 0, 30)
+    fwd(
+        case,
+        cu_seqlens=offsets,
+        initial_state=pool,
+        final_state=pool,
+        initial_state_indices=slots,
+        final_state_indices=slots,
+    )
+    (call,) = launches
+    assert call["in_index_ptr"] == call["out_index_ptr"] == slots.data_ptr()
+    assert call["in_slots"] == call["out_slots"] == 9
+    assert call["h0_stride"] == call["ht_stride"] == 2 * D * D
+    assert call["n_items"] == 6
+    wanted = flags.HAS_INITIAL | flags.HAS_IN_INDEX | flags.HAS_FINAL | flags.HAS_OUT_INDEX
+    assert call["flags"] == wanted | flags.HAS_A_LOG | flags.HAS_DT_BIAS
+
+
+def test_padded_slots_keep_their_distance(launches):
+    wide = torch.zeros(5, 2 * D * D + 128)
+    pool = wide[:, : 2 * D * D].view(5, 2, D, D)
+    slots = torch.tensor([4], dtype=torch.int32)
+    fwd(cases.random(20, 2), initial_state=pool, initial_state_indices=slots)
+    assert launches[0]["h0_stride"] == 2 * D * D + 128
+
+
+def test_strided_indices_are_refused(launches):
+    table = torch.zeros(3, 9, dtype=torch.int32)
+    for name in ("initial_state", "final_state"):
+        with pytest.raises(NotImplementedError, match=f"{name}_indices has stride 9"):
+            fwd(
+                cases.random(30, 2),
+                cu_seqlens=packed_offsets(10, 10, 10),
+                **{name: cases.state(2, 2), f"{name}_indices": table[:, 0]},
+            )
+
+
+@pytest.mark.parametrize("offsets", [None, torch.zeros(3, dtype=torch.int32)])
+def test_no_tokens_still_move_states(launches, offsets):
+    case = cases.random(0, 2, batch=2 if offsets is None else 1)
+    start, final = cases.state(2, 2), cases.nan_state(2, 2)
+    fwd(case, cu_seqlens=offsets, initial_state=start, final_state=final)
+    (call,) = launches
+    assert (call["n_items"], call["t_total"], call["n_seqs"]) == (4, 0, 2)
+    assert call["seq_len"] == (0 if offsets is None else -1)
+    for name in ("q", "k", "v", "g", "out"):
+        address, shape, _ = call[f"{name}_desc"]
+        assert (address, shape) == (final.data_ptr(), (1, 2, D))
+    launches.clear()
+    fwd(case, cu_seqlens=offsets, initial_state=start)
+    assert not launches
+
+
+def test_strides_of_single_axes_mean_nothing(launches):
+    case = cases.random(1, 1)
+    odd = {name: getattr(case, name).as_strided((1, 1, 1, D), (3, 5, 7, 1)) for name in "qkvg"}
+    fwd(replace(case, **odd))
+    assert launches
 
 
 def test_dense_batch(launches):
@@ -131,16 +210,6 @@ def test_a_kind_of_call_is_remembered_but_not_its_addresses(launches):
         fwd(case, output_final_state=True)
     assert [call["q_desc"][0] for call in launches] == [x.q.data_ptr() for x in (first, first, second, second)]
     assert [bool(call["flags"] & flags.HAS_FINAL) for call in launches] == [False, True, False, True]
-
-
-def test_no_tokens_launch_nothing(launches):
-    start = cases.state(2, 1)
-    final = cases.nan_state(2, 1)
-    fwd(cases.random(0, 1, batch=2), initial_state=start, final_state=final)
-    assert torch.equal(final, start)
-    fwd(cases.random(0, 1, batch=2), final_state=final)
-    assert not final.any()
-    assert not launches
 
 
 def fwd_cp(case, **options):

@@ -48,14 +48,14 @@ def tensor_of(argument):
 LAYOUTS = {
     "q": "[B,T,H,K]",
     "k": "[B,T,H,K]",
-    "v": "[B,T,H,V]",
-    "g": "[B,T,H,K]",
-    "beta": "[B,T,H]",
-    "out": "[B,T,H,V]",
-    "A_log": "[H]",
-    "dt_bias": "[H,K]",
-    "initial_state": "[N,H,V,K]",
-    "final_state": "[N,H,V,K]",
+    "v": "[B,T,HV,V]",
+    "g": "[B,T,HV,K]",
+    "beta": "[B,T,HV]",
+    "out": "[B,T,HV,V]",
+    "A_log": "[HV]",
+    "dt_bias": "[HV,K]",
+    "initial_state": "[N,HV,V,K]",
+    "final_state": "[N,HV,V,K]",
     "cu_seqlens": "[N+1]",
 }
 EVERY_TENSOR = pytest.mark.parametrize("argument", LAYOUTS)
@@ -92,6 +92,8 @@ def test_wrong_shape(function, argument):
     right = tensor_of(argument)
     for axis in range(right.dim()):
         for wrong in (torch.cat([right, right], axis), right.narrow(axis, 0, 1 if right.shape[axis] > 1 else 0)):
+            if argument == "v" and axis == 2:
+                continue  # the number of value heads is taken from v: test_value_heads
             message = refused(ValueError, argument, function, forward_arguments(**{argument: wrong}))
             assert LAYOUTS[argument] in message
             assert str(tuple(right.shape)) in message
@@ -159,6 +161,34 @@ def test_other_head_dimensions(function, dim):
 
 
 @FORWARD
+@pytest.mark.parametrize(("heads", "value_heads"), [(4, 6), (4, 2), (2, 3), (2, 0)])
+def test_value_heads_are_a_multiple_of_heads(function, heads, value_heads):
+    case = random(48, value_heads)
+    few = random(48, heads)
+    message = refused(ValueError, "v", function, case.fwd(q=few.q, k=few.k))
+    assert "multiple" in message
+    assert f"(1, 48, {value_heads}, 128)" in message
+
+
+@FORWARD
+@pytest.mark.parametrize("argument", ["g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state"])
+def test_everything_but_q_and_k_has_the_value_heads(function, argument):
+    few, many = random(48, 2), random(48, 4)
+    wrong = few.fwd(initial_state=state(1, 2), final_state=state(1, 2))[argument]
+    arguments = many.fwd(q=few.q, k=few.k, initial_state=state(1, 4), final_state=nan_state(1, 4)) | {argument: wrong}
+    message = refused(ValueError, argument, function, arguments)
+    assert str(tuple(wrong.shape)) in message
+    assert "HV" in message
+
+
+@FORWARD
+@pytest.mark.parametrize("value", [1, 0, None, "yes", torch.tensor(True)])
+def test_beta_is_activated_is_a_flag(function, value):
+    refused(TypeError, "beta_is_activated", function, forward_arguments(beta_is_activated=value))
+    refused(TypeError, "beta_is_activated", flash_kda.state_only, CASE.summary(beta_is_activated=value))
+
+
+@FORWARD
 def test_no_heads(function):
     empty = random(48, 1).map(lambda x: x[:, :, :0])
     refused(ValueError, "q", function, forward_arguments(**empty.fwd(A_log=None, dt_bias=None)))
@@ -170,14 +200,14 @@ def test_swapped_layouts_name_the_right_one(function):
     message = refused(ValueError, "k", function, forward_arguments(k=swapped.k))
     assert "[B,T,H,K] = (1, 48, 2, 128)" in message
     message = refused(ValueError, "A_log", function, swapped.fwd())
-    assert "q [B,T,H,K] = (1, 2, 48, 128)" in message
+    assert "HV is the third axis of v = (1, 2, 48, 128)" in message
     refused(ValueError, "initial_state", function, forward_arguments(initial_state=STATE[0]))
 
 
 @FORWARD
 def test_wrong_shapes_of_dt_bias(function):
     for shape in ((2,), (D, 2), (1, D), (3, D), (3 * D,), (2, D, 1), ()):
-        refused(ValueError, "dt_bias", function, forward_arguments(dt_bias=torch.zeros(shape)))
+        assert "[HV*K] = (256,)" in refused(ValueError, "dt_bias", function, forward_arguments(dt_bias=torch.zeros(shape)))
 
 
 # Scalars.

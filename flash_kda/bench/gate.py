@@ -44,9 +44,8 @@ class Exact:
         # Of one kind of gates and number of heads, longer inputs begin as shorter ones do (inputs.py).
         key = (case.gates, case.lower_bound, case.heads, tuple(ends.unique().tolist()))
         if key not in self.kept:
-            cut = {name: getattr(x, name).flatten(0, 1)[:tokens, heads].double() for name in TOKEN_TENSORS}
-            of_heads = {"A_log": x.A_log[heads], "dt_bias": x.dt_bias[heads]}
-            inputs = Inputs(**cut, **of_heads, lower_bound=x.lower_bound, scale=x.scale)
+            q, k, v, g, beta = (getattr(x, name).flatten(0, 1)[:tokens, heads].double() for name in TOKEN_TENSORS)
+            inputs = Inputs(q, k, v, g, beta, x.A_log[heads], x.dt_bias[heads], x.lower_bound, x.scale)
             exact = torch.zeros_like(inputs.v)
             forward(inputs, ends, exact, max_len=int(ends.diff().max()))
             self.kept[key] = exact

@@ -84,6 +84,11 @@ def check(sample: Sample, origin: str, *, segment_len: int | None = None) -> Non
         raise UserError(f"{origin}: {error}{remedy}") from None
     except ValueError as error:
         raise UserError(f"{origin}: {error}") from None
+    if sample.v.shape[2] != sample.heads:
+        raise UserError(
+            f"{origin}: v must have the H = {sample.heads} heads of q, got shape {tuple(sample.v.shape)}; "
+            "the command line does not take grouped value heads"
+        )
     if sample.q.shape[0] * sample.q.shape[1] == 0:
         raise UserError(f"{origin}: q must hold at least one token, got shape {tuple(sample.q.shape)} of [B,T,H,K]")
     if sample.cu_seqlens is not None and int(sample.cu_seqlens[-1]) == 0:

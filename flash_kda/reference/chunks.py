@@ -79,13 +79,15 @@ class Window:
     """Token rows of n chunks of every item.
 
     Attributes:
-        rows: ``[I, n, C]`` row of each token and head in a ``[T * H, ...]`` view; 0 where not valid.
+        rows: ``[I, n, C]`` row of each token and head in a ``[T * HV, ...]`` view; 0 where not valid.
+        key_rows: the same in ``[T * H, ...]`` views of q and k.
         valid: ``[I, n, C]`` whether the token is one of the item's.
         head: ``[I]``.
         full: the host knows that every token is valid, so that masking can be skipped.
     """
 
     rows: Tensor
+    key_rows: Tensor
     valid: Tensor
     head: Tensor
     full: bool
@@ -107,14 +109,18 @@ def window(items: Items, first: Tensor | int, count: int, step: int, inputs: Inp
     token = items.start[:, None, None] + CHUNK * chunk[:, :, None] + torch.arange(CHUNK, device=device)
     end = items.end.clamp(max=inputs.tokens)
     valid = (chunk >= 0)[:, :, None] & (token < end[:, None, None])
-    rows = torch.where(valid, token * inputs.heads + items.head[:, None, None], 0)
-    return Window(rows, valid, items.head, full=readable(valid) and bool(valid.all()))
+    head, heads, key_heads = items.head[:, None, None], inputs.heads, inputs.k.shape[-2]
+    rows = key_rows = torch.where(valid, token * heads + head, 0)
+    if key_heads != heads:
+        key_rows = torch.where(valid, token * key_heads + head // (heads // key_heads), 0)
+    return Window(rows, key_rows, valid, items.head, full=readable(valid) and bool(valid.all()))
 
 
-def gather(x: Tensor, win: Window, dtype: torch.dtype) -> Tensor:
-    """``[I, n, C, ...]`` rows of a contiguous ``x`` ``[T, H, ...]``, 0 by selection where not valid."""
+def gather(x: Tensor, win: Window, dtype: torch.dtype, *, keys: bool = False) -> Tensor:
+    """``[I, n, C, ...]`` rows of a contiguous ``x`` ``[T, HV, ...]`` (q or k: ``[T, H, ...]``), 0 where not valid."""
+    rows = win.key_rows if keys else win.rows
     flat = x.view(-1, *x.shape[2:])
-    got = flat.index_select(0, win.rows.flatten()).view(*win.rows.shape, *flat.shape[1:])
+    got = flat.index_select(0, rows.flatten()).view(*rows.shape, *flat.shape[1:])
     if not win.full:
         valid = win.valid.view(*win.valid.shape, *[1] * (got.dim() - win.valid.dim()))
         got = torch.where(valid, got, 0)
@@ -141,16 +147,18 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
         finite: the inputs are known to hold no NaN or inf. If not, such values are replaced by 0 here and travel in
             ``state_poison`` and ``out_poison``, because 0 * NaN in a masked product would reach earlier tokens.
     """
-    k = gather(inputs.k, win, dtype)
+    k = gather(inputs.k, win, dtype, keys=True)
     v = gather(inputs.v, win, dtype)
     g = gather(inputs.g, win, dtype)
     beta = gather(inputs.beta, win, dtype)
-    q = None if inputs.q is None else gather(inputs.q, win, dtype)
+    q = None if inputs.q is None else gather(inputs.q, win, dtype, keys=True)
     state_poison = out_poison = None
     if not finite:
         # An infinite gate or logit saturates, as in the recurrence; only a NaN there is lost.
         largest = torch.finfo(dtype).max
-        g, beta = g.clamp(-largest, largest), beta.clamp(-largest, largest)
+        g = g.clamp(-largest, largest)
+        if not inputs.beta_is_activated:
+            beta = beta.clamp(-largest, largest)
         row = 0 * beta + (0 * k).sum(-1) + (0 * g).sum(-1)
         reach = (0 * v + row[..., None]).cumsum(-2)
         state_poison = reach[..., -1, :]
@@ -161,7 +169,7 @@ def prepare(inputs: Inputs, win: Window, dtype: torch.dtype, *, finite: bool) ->
     slope = None if inputs.A_log is None else inputs.A_log[win.head][:, None, None]
     bias = None if inputs.dt_bias is None else inputs.dt_bias[win.head][:, None, None, :]
     log_alpha = log_decay(g, slope, bias, inputs.lower_bound)
-    strength = sigmoid(beta)
+    strength = beta if inputs.beta_is_activated else sigmoid(beta)
     if not win.full:
         log_alpha = torch.where(win.valid[..., None], log_alpha, 0)
         strength = torch.where(win.valid, strength, 0)

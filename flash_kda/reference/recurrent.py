@@ -28,6 +28,7 @@ def recurrent_kda(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     *,
+    beta_is_activated: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final state by the recurrence over tokens.
@@ -41,35 +42,38 @@ def recurrent_kda(
         o  = scale * q^T S
 
     Args:
-        q, k, g: ``[B, T, H, K]``; any floating dtype.
-        v: ``[B, T, H, V]``.
-        beta: ``[B, T, H]`` logits.
+        q, k: ``[B, T, H, K]``; any floating dtype. Value head h reads query and key head ``h // (HV / H)``.
+        v: ``[B, T, HV, V]``.
+        g: ``[B, T, HV, K]``.
+        beta: ``[B, T, HV]`` logits.
         scale: factor of the outputs.
-        A_log: ``[H]``, or None for 0.
-        dt_bias: ``[H, K]``, or None for 0.
+        A_log: ``[HV]``, or None for 0.
+        dt_bias: ``[HV, K]``, or None for 0.
         lower_bound: lower end of the log decay.
-        initial_state: ``[N, H, V, K]`` or None for zeros; N is B, or the number of packed sequences.
+        initial_state: ``[N, HV, V, K]`` or None for zeros; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]`` offsets of sequences packed into one batch row; its contents are read on the host.
+        beta_is_activated: beta is the write strength itself.
         dtype: of the arithmetic and of the results.
 
     Returns:
-        ``(o, final_state)``: ``[B, T, H, V]`` and ``[N, H, V, K]``. Fresh and differentiable. Tokens that no sequence
+        ``(o, final_state)``: ``[B, T, HV, V]`` and ``[N, HV, V, K]``. Fresh and differentiable. Tokens that no sequence
         covers have output 0.
     """
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, _ = v.shape
     if cu_seqlens is None:
         spans = [(b, 0, tokens) for b in range(batch)]
     else:
         offsets = cu_seqlens.tolist()
         spans = [(0, start, end) for start, end in itertools.pairwise(offsets)]
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] != heads else x for x in (q, k))
     q = q * (q.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() * scale
     k = k * (k.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
     gate = g if dt_bias is None else g + dt_bias.to(dtype)
     if A_log is not None:
         gate = gate * A_log.to(dtype).exp().clamp(max=torch.finfo(dtype).max)[:, None]
     alpha = (lower_bound * torch.sigmoid(gate)).exp()
-    strength = torch.sigmoid(beta)
+    strength = beta if beta_is_activated else torch.sigmoid(beta)
 
     outputs = []
     states = []

@@ -71,13 +71,15 @@ def forward(
 
     Args:
         inputs: raw tensors, q included.
-        cu_seqlens: ``[NS + 1]`` int32 or int64 segment offsets.
+        cu_seqlens: ``[NS + 1]`` int32 or int64 segment offsets. A segment that would end before it begins is empty.
         out: ``[T, H, V]``; rows of covered tokens are written, no others.
         max_len: no segment is longer (tokens); host bound, only read on devices whose offsets are not.
         initial_state: ``[M, H, V, K]`` or None for zeros.
-        in_index: ``[NS]``, the row of ``initial_state`` that enters each segment, negative for zeros; row s if None.
+        in_index: ``[NS]``, the row of ``initial_state`` that enters each segment; zeros if there is no such row. Row s if
+            None.
         final_state: ``[M', H, V, K]``, written in place; may be ``initial_state`` itself.
-        out_index: ``[NS]``, the row that each segment's final state is stored to, negative for nowhere; row s if None.
+        out_index: ``[NS]``, the row that each segment's final state is stored to; nowhere if there is no such row. Row s if
+            None.
         probe: ``[NS, H]``, a chunk of each segment.
 
     Returns:
@@ -107,7 +109,7 @@ def forward(
                 norms[at] += torch.where(probe[at][:, None] == chunk, entering, 0).sum(1)
         if store is not None:
             store.write(items, torch.cat([state, *reversed(finished)]))
-    rows.finish(cu_seqlens)
+    rows.finish()
     if store is not None:
         store.finish()
     return norms
@@ -440,12 +442,13 @@ def _load_state(
     if initial_state is None:
         return inputs.k.new_zeros(len(items), inputs.k.shape[-1], inputs.v.shape[-1], dtype=dtype)
     row = items.segment if in_index is None else in_index[items.segment]
-    if in_index is not None and readable(row) and not bool((row >= 0).any()):
+    if in_index is None:
+        return initial_state[row, items.head].to(dtype).mT.contiguous()
+    there = (row >= 0) & (row < initial_state.shape[0])
+    if initial_state.shape[0] == 0 or (readable(row) and not bool(there.any())):
         return _load_state(None, None, items, inputs, dtype)
-    state = initial_state[row.clamp(min=0), items.head].to(dtype)
-    if in_index is not None:
-        state = torch.where((row >= 0)[:, None, None], state, 0)
-    return state.mT.contiguous()
+    state = initial_state[torch.where(there, row, 0), items.head].to(dtype)
+    return torch.where(there[:, None, None], state, 0).mT.contiguous()
 
 
 class _OutputRows:
@@ -457,11 +460,13 @@ class _OutputRows:
     def __init__(self, out: Tensor) -> None:
         self.out = out
         self.direct = readable(out) and out.is_contiguous()
-        self.flat = out.view(-1, out.shape[-1]) if self.direct else self._buffer(out)
-
-    @staticmethod
-    def _buffer(out: Tensor) -> Tensor:
-        return torch.zeros(out.shape[0] * out.shape[1] + 1, out.shape[2], dtype=out.dtype, device=out.device)
+        self.written: Tensor | None = None
+        if self.direct:
+            self.flat = out.view(-1, out.shape[-1])
+        else:
+            rows = out.shape[0] * out.shape[1]
+            self.flat = torch.zeros(rows + 1, out.shape[2], dtype=out.dtype, device=out.device)
+            self.written = torch.zeros(rows + 1, dtype=torch.bool, device=out.device)
 
     def write(self, win: Window, o: Tensor) -> None:
         """o ``[I, n, C, V]`` to the window's rows."""
@@ -472,13 +477,13 @@ class _OutputRows:
             valid = win.valid.flatten()
             rows, values = rows[valid], values[valid]
         self.flat.index_copy_(0, rows, values)
+        if self.written is not None:
+            self.written.index_fill_(0, rows, True)
 
-    def finish(self, cu_seqlens: Tensor) -> None:
-        if self.direct:
-            return
-        token = torch.arange(self.out.shape[0], device=self.out.device)[:, None, None]
-        covered = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
-        self.out.copy_(torch.where(covered, self.flat[:-1].view(self.out.shape), self.out))
+    def finish(self) -> None:
+        if self.written is not None:
+            written = self.written[:-1].view(*self.out.shape[:2], 1)
+            self.out.copy_(torch.where(written, self.flat[:-1].view(self.out.shape), self.out))
 
 
 class _StateRows:
@@ -487,29 +492,54 @@ class _StateRows:
     def __init__(self, final_state: Tensor, out_index: Tensor | None) -> None:
         self.final_state = final_state
         self.out_index = None if out_index is None else out_index.long()
-        self.spare: Tensor | None = None
-        self.named: Tensor | None = None
+        self.ends: Tensor | None = None
         if self.out_index is not None and not readable(final_state):
-            # Which segments store nothing is not known on the host: they store to one row more.
-            rows = final_state.shape[0]
-            self.spare = final_state.new_zeros(rows + 1, *final_state.shape[1:])
-            self.named = torch.zeros(rows + 1, dtype=torch.bool, device=final_state.device)
+            # Which segments store nothing is not known on the host: all end here first.
+            self.ends = final_state.new_zeros(self.out_index.numel(), *final_state.shape[1:])
 
     def write(self, items: Items, state: Tensor) -> None:
         state, head, row = state.mT.to(self.final_state.dtype), items.head, items.segment
+        if self.ends is not None:
+            self.ends[row, head] = state
+            return
         if self.out_index is None:
             self.final_state[row, head] = state
             return
         row = self.out_index[row]
-        if self.spare is None or self.named is None:
-            keep = (row >= 0).nonzero().squeeze(1)
-            self.final_state[row[keep], head[keep]] = state[keep]
-        else:
-            row = torch.where(row >= 0, row, self.spare.shape[0] - 1)
-            self.spare[row, head] = state
-            self.named.index_fill_(0, row, True)
+        keep = ((row >= 0) & (row < self.final_state.shape[0])).nonzero().squeeze(1)
+        self.final_state[row[keep], head[keep]] = state[keep]
 
     def finish(self) -> None:
-        if self.spare is not None and self.named is not None:
-            named = self.named[:-1, None, None, None]
-            self.final_state.copy_(torch.where(named, self.spare[:-1], self.final_state))
+        if self.ends is not None and self.out_index is not None and self.ends.numel() and self.final_state.numel():
+            scatter_rows(self.final_state, self.out_index, self.ends)
+
+
+def gather_rows(source: Tensor, row: Tensor) -> Tensor:
+    """``source[row[i]]``, or zeros where there is no such row, without the host knowing where.
+
+    Args:
+        source: ``[M, ...]``.
+        row: ``[N]`` integers.
+    """
+    if source.shape[0] == 0:
+        return source.new_zeros(row.numel(), *source.shape[1:])
+    there = (row >= 0) & (row < source.shape[0])
+    return torch.where(there.view(-1, *[1] * (source.dim() - 1)), source[torch.where(there, row, 0)], 0)
+
+
+def scatter_rows(target: Tensor, row: Tensor, values: Tensor) -> None:
+    """``target[row[i]] = values[i]`` where there is such a row, without the host knowing where; no row twice.
+
+    What has no row repeats the write of one that has, or, if none has, writes back what is there.
+
+    Args:
+        target: ``[M, ...]``, M > 0.
+        row: ``[N]`` int64, N > 0.
+        values: ``[N, ...]`` of the same dtype.
+    """
+    there = (row >= 0) & (row < target.shape[0])
+    some = there.to(torch.int32).argmax()[None]
+    any_there = there[some]
+    instead = torch.where(any_there.view(-1, *[1] * (values.dim() - 1)), values[some], target[:1])
+    row = torch.where(there, row, torch.where(any_there, row[some], 0))
+    target.index_copy_(0, row, torch.where(there.view(-1, *[1] * (values.dim() - 1)), values, instead))

@@ -36,6 +36,8 @@ def refusal(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
+    in_index: Tensor | None,
+    out_index: Tensor | None,
     memo: dict[str, Any],
 ) -> str | None:
     """Why the kernels cannot take these tensors, or None.
@@ -44,14 +46,17 @@ def refusal(
         inputs: the tensors, with or without batch axis.
         cu_seqlens: offsets, or None.
         out: like q.
-        initial_state, final_state: ``[N, H, V, K]`` or None.
+        initial_state, final_state: states or pools, or None.
+        in_index, out_index: their rows, or None.
         memo: of the kind of call: what depends on shapes, strides and dtypes alone is kept there.
     """
     reason: str | None
     if "refusal" not in memo:
         reason = _refusal(inputs, out, initial_state, final_state)
-        if reason is None and cu_seqlens is not None and not cu_seqlens.is_contiguous():
-            reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
+        vectors = {"cu_seqlens": cu_seqlens, "initial_state_indices": in_index, "final_state_indices": out_index}
+        for name, x in vectors.items():
+            if reason is None and x is not None and not x.is_contiguous():
+                reason = f"{name} has stride {x.stride(0)}, the kernels need it contiguous"
         memo["refusal"] = reason
     reason = memo["refusal"]
     if reason is None:
@@ -82,7 +87,7 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
     if inputs.q is None:
         return "there is no q"
     reason = _unfit(inputs, {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "out": out})
-    if reason is not None or inputs.tokens == 0:
+    if reason is not None:
         return reason
     for name, state in (("initial_state", initial_state), ("final_state", final_state)):
         if state is not None and (not state[:1].is_contiguous() or state.stride(0) % 4):
@@ -94,6 +99,8 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
 
 def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
     """The same of the token tensors `named`, beta and the parameters of the gate, by shapes, strides and dtypes."""
+    if inputs.beta_is_activated:
+        return "beta is activated, the kernels apply the sigmoid themselves"
     if inputs.tokens == 0:
         return None
     for name, x in {**named, "beta": inputs.beta}.items():
@@ -105,8 +112,9 @@ def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
         if name == "beta":
             continue
         strides = x.stride()[token:]
-        expanded = any(s == 0 and n > 1 for s, n in zip(strides, x.shape[token:], strict=True))
-        if strides[2] != 1 or strides[0] % VECTOR or strides[1] % VECTOR or expanded:
+        # The stride of an axis of size 1 is never used, and torch leaves anything in it.
+        steps = [s for s, n in zip(strides, (inputs.tokens, x.shape[-2]), strict=False) if n > 1]
+        if strides[2] != 1 or any(s % VECTOR or s == 0 for s in steps):
             return (
                 f"{name} has strides {strides} for (token, head, channel), the kernels need 1 for the last and positive "
                 f"multiples of {VECTOR} elements for the others"
@@ -153,9 +161,7 @@ def forward(
         overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
-    if inputs.tokens == 0:  # a tensor map cannot describe nothing
-        if final_state is not None:
-            final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
+    if inputs.tokens == 0 and (final_state is None or final_state.numel() == 0):
         return
     call: _Call | None = None if memo is None else memo.get("call")
     if call is None:
@@ -179,17 +185,20 @@ def forward(
             memo["call"] = call
     if call.grid == 0:
         return
-    q = inputs.q
+    q, k, v, g, o = inputs.q, inputs.k, inputs.v, inputs.g, out
+    if inputs.tokens == 0 and final_state is not None:
+        # States still move. A tensor map cannot describe nothing: it describes memory that nobody will touch.
+        q = k = v = g = o = final_state
     assert q is not None
     q_view, k_view, v_view, g_view, out_view = call.views
     launch.kernel(call.kernel).launch(
         call.device,
         (call.grid, 1, 1),
         (q.data_ptr(), *q_view),
-        (inputs.k.data_ptr(), *k_view),
-        (inputs.v.data_ptr(), *v_view),
-        (inputs.g.data_ptr(), *g_view),
-        (out.data_ptr(), *out_view),
+        (k.data_ptr(), *k_view),
+        (v.data_ptr(), *v_view),
+        (g.data_ptr(), *g_view),
+        (o.data_ptr(), *out_view),
         inputs.beta.data_ptr(),
         out.data_ptr(),
         *(
@@ -338,7 +347,8 @@ class _Call:
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
-        sequences = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
+        dense = tokens // max_len if max_len else inputs.k.shape[0]
+        sequences = dense if cu_seqlens is None else cu_seqlens.numel() - 1
         segments = sequences + num_slots
         items = segments * heads
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
@@ -366,7 +376,7 @@ class _Call:
             "forward_split_v" if split == 2 else "forward" if probe is None else "forward_probe",
             out.device.index,
             ctas * split,
-            tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (q, inputs.k, inputs.v, inputs.g, out)),
+            tuple(_view(x, tokens) for x in (q, inputs.k, inputs.v, inputs.g, out)),
             (
                 heads,
                 heads // q.shape[-2],
@@ -419,7 +429,7 @@ class _Call:
             "summary",
             inputs.k.device.index,
             (num_slots or sequences) * heads,
-            tuple(((tokens, *x.shape[-2:]), x.stride()[-3:]) for x in (inputs.k, inputs.v, inputs.g)),
+            tuple(_view(x, tokens) for x in (inputs.k, inputs.v, inputs.g)),
             (
                 heads,
                 heads // inputs.k.shape[-2],
@@ -434,6 +444,15 @@ class _Call:
                 inputs.lower_bound,
             ),
         )
+
+
+def _view(x: Tensor, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of ``x`` as ``[T, H, 128]``; axes that take no step get strides that a tensor map can hold."""
+    heads, channels = x.shape[-2:]
+    token, head, channel = x.stride()[-3:]
+    head = channels if heads == 1 else head
+    token = heads * head if tokens <= 1 else token
+    return (max(tokens, 1), heads, channels), (token, head, channel)
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Opt-in, reversible ways for other packages' calls to come here. Importing one changes nothing; ``enable`` does."""

@@ -1,0 +1,468 @@
+"""What serving engines rely on, on the Hopper kernel: grouped heads, pools, checkpoints, graphs, streams, one launch."""
+
+import threading
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+from cases import D, nan_like, packed_offsets, rel, same_bits
+
+import flash_kda
+from flash_kda.reference import forward
+
+LENGTHS = (40, 0, 130, 33, 64, 1)
+OFFSETS = packed_offsets(*LENGTHS, dtype=torch.int32)
+
+
+def on_gpu(case: cases.Case) -> cases.Case:
+    return replace(case, **{name: x.cuda() for name, x in vars(case).items() if torch.is_tensor(x)})
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def states(sequences, heads, dtype=torch.float32, seed=7):
+    return cases.state(sequences, heads, dtype, seed).cuda()
+
+
+def nan_states(*shape, dtype=torch.float32):
+    return torch.full((*shape, D, D), torch.nan, dtype=dtype, device="cuda")
+
+
+def fwd(case, function=flash_kda.fwd, impl="sm90", **options):
+    """On the kernel or not at all, unless told otherwise; outputs poisoned with NaN unless given."""
+    out = options.pop("out", None)
+    results = function(**vars(case), out=nan_like(case.v) if out is None else out, **options, impl=impl)
+    assert flash_kda.last_path() == impl
+    return results
+
+
+def kernels(call):
+    """Names of the kernels and copies that a call puts on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def exact(case, initial_state, tokens):
+    """State after so many tokens by the chunked reference in fp64."""
+    case = case.cut(0, tokens)
+    out = torch.zeros(case.v.shape[1:], dtype=torch.float64, device="cuda")
+    final = torch.zeros(1, case.heads, D, D, dtype=torch.float64, device="cuda")
+    offsets = torch.tensor([0, tokens], device="cuda")
+    forward(case.inputs(torch.float64), offsets, out, max_len=tokens, initial_state=initial_state, final_state=final)
+    return final
+
+
+@contextmanager
+def no_waiting():
+    """The host may not wait for the device in here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize(("heads", "group"), [(8, 2), (6, 3), (4, 4), (64, 8)])
+def test_grouped_heads_equal_repeated_ones(heads, group):
+    case = on_gpu(cases.grouped(cases.random(int(OFFSETS[-1]), heads), group))
+    start, final, want_final = states(6, heads), nan_states(6, heads), nan_states(6, heads)
+    out, _ = fwd(case, initial_state=start, final_state=final, cu_seqlens=OFFSETS.cuda())
+    want, _ = fwd(cases.repeated(case), initial_state=start, final_state=want_final, cu_seqlens=OFFSETS.cuda())
+    assert same_bits(out, want)
+    assert same_bits(final, want_final)
+
+
+def test_views_of_a_fused_projection_and_odd_beta():
+    tokens, heads = 300, 12
+    case = on_gpu(cases.grouped(cases.random(tokens, heads), 3))
+    widths = [4 * D, 4 * D, 12 * D, 12 * D, heads]
+    fused = torch.full((1, tokens + 9, sum(widths) + 20), torch.nan, dtype=torch.bfloat16, device="cuda")
+    parts = fused[:, :tokens, : sum(widths)].split(widths, -1)
+    views = {name: x if name == "beta" else x.unflatten(-1, (-1, D)) for name, x in zip(cases.TOKEN_INPUTS, parts, strict=True)}
+    for name, view in views.items():
+        view.copy_(getattr(case, name))
+    want, _ = fwd(case)
+    got, _ = fwd(replace(case, **views))
+    assert same_bits(got, want)
+    odd = torch.full((1, tokens, 41), torch.nan, dtype=torch.bfloat16, device="cuda")[..., 7 : 7 + heads]
+    odd.copy_(case.beta)
+    assert same_bits(fwd(replace(case, beta=odd))[0], want)
+
+
+def test_missing_and_flat_parameters():
+    case = on_gpu(cases.plain(cases.random(100, 4)))
+    want, _ = fwd(case)
+    for change in ({"A_log": None}, {"dt_bias": None}, {"A_log": None, "dt_bias": None}, {"dt_bias": case.dt_bias.flatten()}):
+        assert same_bits(fwd(replace(case, **change))[0], want)
+
+
+@pytest.mark.parametrize("change", ["g", "beta", "activated", "indices"])
+def test_what_the_kernel_does_not_take_is_named_and_runs_elsewhere(change):
+    case = on_gpu(cases.random(64, 2))
+    options, match = {}, change
+    if change == "activated":
+        case, match = cases.negative(case), "beta is activated"
+    elif change == "indices":
+        table = torch.zeros(1, 9, dtype=torch.int32, device="cuda").expand(2, 9).contiguous()
+        options = {"initial_state": states(3, 2), "initial_state_indices": table[:, 3], "cu_seqlens": int32(0, 30, 64)}
+        match = "initial_state_indices has stride 9"
+    else:
+        case = replace(case, **{change: getattr(case, change).float()})
+    with pytest.raises(NotImplementedError, match=match):
+        fwd(case, **options)
+    out, _ = flash_kda.fwd(**{**vars(case), "out": nan_like(case.v), **options})
+    assert flash_kda.last_path() == "reference"
+    assert out.isfinite().all()
+
+
+# Pools.
+
+
+def pool_of(slots, heads, dtype=torch.float32, pad=64):
+    wide = torch.full((slots, heads * D * D + pad), torch.nan, dtype=dtype, device="cuda")
+    pool = wide[:, : heads * D * D].view(slots, heads, D, D)
+    pool.copy_(states(slots, heads))
+    return wide, pool
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+@pytest.mark.parametrize("heads", [2, 40])
+@pytest.mark.parametrize("function", [flash_kda.fwd, flash_kda.fwd_cp])
+def test_pools_equal_gather_run_scatter(function, heads, dtypes):
+    case, offsets = on_gpu(cases.random(int(OFFSETS[-1]), heads)), OFFSETS.cuda()
+    read, write = (3, -1, 8, 0, 99, 3), (6, 2, -1, -5, 0, 7)
+    (_, pool), (wide, target) = pool_of(9, heads, dtypes[0]), pool_of(7, heads, dtypes[1])
+    before, want = pool.clone(), target.clone()
+    start = torch.stack([pool[i] if 0 <= i < 9 else torch.zeros_like(pool[0]) for i in read])
+    final = nan_states(6, heads, dtype=dtypes[1])
+    want_out, _ = fwd(case, function, initial_state=start, final_state=final, cu_seqlens=offsets)
+    for n, i in enumerate(write):
+        if 0 <= i < 7:
+            want[i] = final[n]
+    indices = {"initial_state_indices": int32(*read), "final_state_indices": int32(*write)}
+    with no_waiting():
+        out, _ = fwd(case, function, initial_state=pool, final_state=target, cu_seqlens=offsets, **indices)
+    assert same_bits(out, want_out)
+    assert same_bits(target, want)
+    assert same_bits(pool, before)
+    assert wide[:, heads * D * D :].isnan().all()
+
+
+def test_pools_in_place():
+    case, offsets = on_gpu(cases.random(int(OFFSETS[-1]), 4)), OFFSETS.cuda()
+    _, pool = pool_of(9, 4)
+    slots = (5, 0, 8, 3, 1, 2)
+    final = nan_states(6, 4)
+    want, _ = fwd(case, initial_state=pool[list(slots)], final_state=final, cu_seqlens=offsets)
+    indices = {"initial_state_indices": int32(*slots), "final_state_indices": int32(*slots)}
+    untouched = pool[[4, 6, 7]]
+    out, _ = fwd(case, initial_state=pool, final_state=pool, cu_seqlens=offsets, **indices)
+    assert same_bits(out, want)
+    assert same_bits(pool[list(slots)], final)
+    assert same_bits(pool[[4, 6, 7]], untouched)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_an_empty_batch_moves_states(dense):
+    """Through a launch whose tensor maps describe memory that nobody touches."""
+    case = on_gpu(cases.random(0, 2, batch=3 if dense else 1))
+    offsets = None if dense else int32(0, 0, 0, 0)
+    start, final = states(3, 2), nan_states(3, 2)
+    fwd(case, initial_state=start, final_state=final, cu_seqlens=offsets)
+    assert same_bits(final, start)
+    fwd(case, final_state=final, cu_seqlens=offsets)
+    assert not final.any()
+    pool, target = states(5, 2), nan_states(4, 2)
+    indices = {"initial_state_indices": int32(4, -1, 0), "final_state_indices": int32(1, 0, -1)}
+    fwd(case, initial_state=pool, final_state=target, cu_seqlens=offsets, **indices)
+    assert same_bits(target[1], pool[4])
+    assert not target[0].any()
+    assert target[2:].isnan().all()
+
+
+def test_nothing_but_the_kernel_is_launched():
+    """No copy of beta, no cast of offsets, no gather and no scatter of states."""
+    case, offsets = on_gpu(cases.random(int(OFFSETS[-1]), 12)), OFFSETS.cuda()
+    beta = torch.zeros(1, case.tokens, 6288, dtype=torch.bfloat16, device="cuda")[..., 41:53]
+    beta.copy_(case.beta)
+    _, pool = pool_of(9, 12)
+    slots, out = int32(5, 0, 8, 3, 1, 2), nan_like(case.v)
+    options = {"initial_state": pool, "final_state": pool, "initial_state_indices": slots, "final_state_indices": slots}
+    names = kernels(lambda: fwd(replace(case, beta=beta), out=out, cu_seqlens=offsets, **options))
+    assert len(names) == 1, names
+    assert "kda_forward" in names[0]
+
+
+# Checkpoints.
+
+
+def stopped(case, start, tokens):
+    final = nan_states(case.q.shape[0], case.heads)
+    fwd(case.cut(0, tokens), initial_state=start, final_state=final)
+    return final
+
+
+@pytest.mark.parametrize("heads", [2, 40])
+def test_checkpoints_are_what_a_call_that_stops_there_returns(heads):
+    case, offsets, start = on_gpu(cases.random(int(OFFSETS[-1]), heads)), OFFSETS.cuda(), states(6, heads)
+    chosen = torch.tensor([[32, 0], [-1, 0], [128, 64], [32, 32], [64, -1], [0, 0]], device="cuda")
+    saved, final, want_final = nan_states(6, 2, heads), nan_states(6, heads), nan_states(6, heads)
+    options = {"initial_state": start, "cu_seqlens": offsets}
+    want, _ = fwd(case, final_state=want_final, **options)
+    with no_waiting():
+        out, _ = fwd(case, final_state=final, checkpoint_states=saved, checkpoint_offsets=chosen, **options)
+    assert same_bits(out, want)
+    assert same_bits(final, want_final)
+    for n, row in enumerate(chosen.tolist()):
+        alone = case.cut(int(OFFSETS[n]), int(OFFSETS[n + 1]))
+        for c, tokens in enumerate(row):
+            if tokens > 0:
+                assert same_bits(saved[n, c], stopped(alone, start[n : n + 1], tokens)[0]), (n, tokens)
+            else:
+                assert saved[n, c].isnan().all()
+
+
+def test_checkpoints_every_so_many_tokens():
+    case, start = on_gpu(cases.random(300, 4)), states(1, 4)
+    for every in (32, 64, 128):
+        saved = nan_states(300 // every, 4)
+        with no_waiting():
+            fwd(case, initial_state=start, checkpoint_states=saved, checkpoint_every=every)
+        for j in range(300 // every):
+            assert same_bits(saved[j : j + 1], stopped(case, start, (j + 1) * every))
+
+
+def test_checkpoints_at_odd_multiples_of_16_are_close():
+    """From there on the kernel's steps lie elsewhere than in a call that stops at the next: the same state to rounding."""
+    case, start = on_gpu(cases.make("real_tiled", 300, 4)), states(1, 4)
+    saved = nan_states(1, 2, 4)
+    fwd(case, initial_state=start, checkpoint_states=saved, checkpoint_offsets=torch.tensor([[48, 240]], device="cuda"))
+    for c, tokens in enumerate((48, 240)):
+        want = exact(case, start, tokens)
+        error, unit = rel(saved[:, c], want, 1), rel(stopped(case, start, tokens), want, 1)
+        assert (error <= 1.25 * unit.max() + 2e-4).all(), f"{error.tolist()} against {unit.tolist()}"
+
+
+def test_what_cannot_be_produced_becomes_nan():
+    case = on_gpu(cases.random(100, 2))
+    saved = torch.zeros(1, 3, 2, D, D, device="cuda")
+    chosen = torch.tensor([[64, 24, 128]], device="cuda")
+    with no_waiting():
+        fwd(case, checkpoint_states=saved, checkpoint_offsets=chosen)
+    assert saved[:, 0].isfinite().all()
+    assert saved[:, 1:].isnan().all()
+
+
+# Graphs, streams, compilers.
+
+
+def graph_of(call):
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def test_graphs_of_padded_buckets_share_a_pool():
+    """Two captured buckets, replayed in turn with other offsets and slots; unused rows repeat the last offset."""
+    heads, pool = 4, states(12, 4)
+    buckets = []
+    for tokens, rows in ((256, 4), (512, 8)):
+        case = on_gpu(cases.random(tokens, heads, seed=tokens))
+        offsets, slots, out = torch.zeros(rows + 1, dtype=torch.int32, device="cuda"), int32(*[-1] * rows), nan_like(case.v)
+        options = {"initial_state": pool, "final_state": pool, "initial_state_indices": slots, "final_state_indices": slots}
+        call = lambda case=case, out=out, offsets=offsets, options=options: fwd(case, out=out, cu_seqlens=offsets, **options)  # noqa: E731
+        buckets.append((case, offsets, slots, out, graph_of(call)))
+    work = [
+        (0, (100, 80), (3, 5)),
+        (1, (33, 0, 200, 64, 31), (5, 7, 3, 0, 11)),
+        (0, (256,), (11,)),
+        (1, (512,), (3,)),
+        (0, (1, 1, 1, 1), (0, 1, 2, 3)),
+    ]
+    want_pool = pool.clone()
+    for bucket, lengths, used in work:
+        case, offsets, slots, out, graph = buckets[bucket]
+        rows = slots.numel()
+        ends = packed_offsets(*lengths, *[0] * (rows - len(lengths)), dtype=torch.int32)
+        offsets.copy_(ends)
+        slots.copy_(torch.tensor([*used, *[-1] * (rows - len(used))], dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        final = nan_states(len(lengths), heads)
+        want, _ = fwd(case, initial_state=want_pool[list(used)], final_state=final, cu_seqlens=packed_offsets(*lengths).cuda())
+        want_pool[list(used)] = final
+        assert same_bits(out, want)
+        assert same_bits(pool, want_pool)
+
+
+def test_a_graph_with_checkpoints_follows_its_offsets():
+    case, offsets = on_gpu(cases.random(300, 2)), packed_offsets(100, 200).cuda()
+    chosen = torch.tensor([[32], [64]], device="cuda")
+    saved, out = nan_states(2, 1, 2), nan_like(case.v)
+    graph = graph_of(lambda: fwd(case, out=out, cu_seqlens=offsets, checkpoint_states=saved, checkpoint_offsets=chosen))
+    for lengths, tokens in (((100, 200), (96, 128)), ((260, 40), (256, -1)), ((0, 300), (0, 288))):
+        offsets.copy_(packed_offsets(*lengths))
+        chosen.copy_(torch.tensor(tokens)[:, None])
+        saved.fill_(torch.nan)
+        graph.replay()
+        want = nan_states(2, 1, 2)
+        want_out, _ = fwd(case, cu_seqlens=offsets, checkpoint_states=want, checkpoint_offsets=chosen)
+        assert same_bits(out, want_out)
+        assert same_bits(saved, want)
+        assert saved[1 - int(tokens[0] > 0)].isfinite().all()
+
+
+def test_streams_and_threads_share_a_pool():
+    """Each thread on a stream of its own, with slots of its own in one pool."""
+    heads, count, repeats = 4, 4, 20
+    pool = states(2 * count, heads)
+    cases_ = [on_gpu(cases.random(200 + 40 * i, heads, seed=i)) for i in range(count)]
+    want_pool, wants = pool.clone(), []
+    for i, case in enumerate(cases_):
+        for _ in range(repeats):
+            final = nan_states(2, heads)
+            offsets = packed_offsets(90, case.tokens - 90).cuda()
+            want, _ = fwd(case, initial_state=want_pool[2 * i : 2 * i + 2], final_state=final, cu_seqlens=offsets)
+            want_pool[2 * i : 2 * i + 2] = final
+        wants.append(want)
+    torch.cuda.synchronize()
+    results, errors = {}, []
+
+    def work(i):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                case, slots = cases_[i], int32(2 * i, 2 * i + 1)
+                offsets = packed_offsets(90, case.tokens - 90, dtype=torch.int32).cuda()
+                indices = {"initial_state_indices": slots, "final_state_indices": slots}
+                for _ in range(repeats):
+                    results[i], _ = fwd(case, initial_state=pool, final_state=pool, cu_seqlens=offsets, **indices)
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(same_bits(results[i], wants[i]) for i in range(count))
+    assert same_bits(pool, want_pool)
+
+
+def test_a_compiled_layer_runs_on_the_kernel():
+    case, offsets, slots = on_gpu(cases.random(200, 4)), packed_offsets(90, 110).cuda(), int32(3, 1)
+
+    def layer(q, v, pool):
+        out, _ = flash_kda.fwd(
+            q * 2, case.k, v, case.g, case.beta, case.scale, None, case.A_log, case.dt_bias, -5.0, pool, pool, offsets,
+            initial_state_indices=slots, final_state_indices=slots,
+        )  # fmt: skip
+        return out * 2
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        pool, want_pool = states(5, 4), states(5, 4)
+        want = layer(case.q, case.v, want_pool)
+        got = torch.compile(layer, fullgraph=True)(case.q, case.v, pool)
+    assert flash_kda.last_path() == "sm90"
+    assert same_bits(got, want)
+    assert same_bits(pool, want_pool)
+
+
+def test_opcheck():
+    case, offsets, slots, pool = on_gpu(cases.random(100, 2)), packed_offsets(60, 40).cuda(), int32(2, -1), states(4, 2)
+    saved, chosen = torch.zeros(2, 1, 2, D, D, device="cuda"), torch.tensor([[32], [0]], device="cuda")
+    torch.library.opcheck(
+        torch.ops.flash_kda.fwd.default,
+        (
+            case.q, case.k, case.v, case.g, case.beta, case.scale, torch.zeros_like(case.v), None, case.A_log, case.dt_bias,
+            -5.0, pool, pool, offsets, saved, chosen, slots, slots,
+        ),
+    )  # fmt: skip
+
+
+# Bad days, and fla.
+
+
+@pytest.mark.parametrize("mode", ["1", "bounds"])
+def test_debug_mode_names_what_is_wrong_on_the_device(monkeypatch, mode):
+    monkeypatch.setenv("FLASH_KDA_DEBUG", mode)
+    case, offsets, pool = on_gpu(cases.random(100, 2)), packed_offsets(60, 40).cuda(), states(4, 2)
+    options = {"initial_state": pool, "final_state": pool, "cu_seqlens": offsets}
+    with pytest.raises(ValueError, match=r"got 4 at position 1"):
+        fwd(case, **options, initial_state_indices=int32(0, 4), final_state_indices=int32(0, 1))
+    with pytest.raises(ValueError, match=r"must name a slot once, got 1"):
+        fwd(case, **options, initial_state_indices=int32(0, 1), final_state_indices=int32(1, 1))
+    with pytest.raises(ValueError, match="cu_seqlens must end at or before the 100 tokens"):
+        fwd(case, cu_seqlens=int32(0, 101))
+    fwd(case, **options, initial_state_indices=int32(0, 3), final_state_indices=int32(0, 3))
+
+
+def test_debug_mode_finds_nan_in_results(monkeypatch):
+    case = on_gpu(cases.random(100, 2))
+    monkeypatch.setenv("FLASH_KDA_DEBUG", "finite")
+    start = states(1, 2)
+    fwd(case, initial_state=start)
+    start[0, 1, 5, 7] = torch.nan
+    with pytest.raises(ValueError, match=r"initial_state must be finite, got nan at \[0, 1, 5, 7\]"):
+        fwd(case, initial_state=start)
+
+
+def test_flas_dispatcher_reaches_the_kernel():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fla_kda = pytest.importorskip("fla.ops.kda", reason="flash-linear-attention is not installed")
+    from flash_kda.integrations import fla as integration
+
+    case, offsets = on_gpu(cases.random(300, 4)), packed_offsets(120, 180).cuda()
+    given = {
+        "initial_state": states(2, 4), "output_final_state": True, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True, "safe_gate": True, "lower_bound": -5.0, "state_v_first": True,
+        "cu_seqlens": offsets, "A_log": case.A_log, "dt_bias": case.dt_bias.flatten(),
+    }  # fmt: skip
+
+    def call(some, **changes):
+        return fla_kda.chunk_kda(some.q, some.k, some.v, some.g, some.beta, **given | changes)
+
+    with torch.no_grad():
+        flash_kda.dispatch._local.path = None
+        o, final = call(case)
+        assert flash_kda.last_path() == "sm90"
+        want, want_final = flash_kda.fwd(
+            **{**vars(case), "out": None}, initial_state=given["initial_state"], cu_seqlens=offsets, output_final_state=True
+        )
+        assert same_bits(o, want)
+        assert same_bits(final, want_final)
+        some = cases.grouped(case, 2)
+        flash_kda.dispatch._local.path = None
+        fla_o, fla_final = call(some, state_v_first=False, initial_state=given["initial_state"].mT.contiguous())
+        assert flash_kda.last_path() is None  # grouped heads: fla's own kernels
+        integration.enable()
+        try:
+            o, final = call(some, state_v_first=False, initial_state=given["initial_state"].mT.contiguous())
+            assert flash_kda.last_path() == "sm90"
+        finally:
+            integration.disable()
+    assert rel(o, fla_o, 2).max() < 2e-2
+    assert rel(final, fla_final, 1).max() < 2e-2

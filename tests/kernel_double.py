@@ -1,0 +1,72 @@
+"""Stands in for the forward kernel where there is no GPU: takes what the launcher gets, and computes with the reference.
+
+It knows nothing but the arguments (flash_kda/sm90/kernels/forward.py documents them) and reads and writes memory through
+their addresses, so a wrong stride, slot, flag or offset shows in the results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from cases import D
+
+from flash_kda.reference import Inputs, forward
+from flash_kda.sm90.kernels import flags
+from flash_kda.sm90.variants import VARIANTS
+
+SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
+
+
+def memory(address, dtype, shape, strides):
+    """The tensor at an address, sharing its memory."""
+    if not address or 0 in shape:
+        return torch.zeros(shape, dtype=dtype)
+    elements = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+    buffer = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
+
+
+class ForwardDouble:
+    """One kernel object; ``launches`` collects the arguments of every launch by name."""
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def launch(self, _device, grid, *arguments, overlap=False):
+        given = dict(zip(SIGNATURE, arguments, strict=True))
+        self.launches.append(given | {"grid": grid})
+        has = given["flags"]
+        assert not overlap
+        assert given["n_slots"] == 0, "cutting inside the kernel is not emulated"
+        heads, tokens, sequences = given["heads"], given["t_total"], given["n_seqs"]
+        tensors = {}
+        for name in "qkvg":
+            address, shape, strides = given[f"{name}_desc"]
+            assert shape[1] * (given["qk_group"] if name in "qk" else 1) == heads
+            tensors[name] = memory(address, torch.bfloat16, shape, strides)[:tokens]
+        tensors["beta"] = memory(given["beta_ptr"], torch.bfloat16, (tokens, heads), (given["beta_t"], given["beta_h"]))
+        out = memory(given["out_ptr"], torch.bfloat16, (tokens, heads, D), (given["out_t"], given["out_h"], 1))
+        if given["seq_len"] >= 0:
+            offsets = torch.arange(sequences + 1) * given["seq_len"]
+        else:
+            offsets = memory(given["cu_ptr"], torch.int32, (sequences + 1,), (given["cu_words"],)).long()
+        state = {}
+        for name, there, bf16, index, pointer, slots, stride in (
+            ("initial_state", flags.HAS_INITIAL, flags.INITIAL_BF16, "in_index", "h0_ptr", "in_slots", "h0_stride"),
+            ("final_state", flags.HAS_FINAL, flags.FINAL_BF16, "out_index", "ht_ptr", "out_slots", "ht_stride"),
+        ):
+            if has & there:
+                dtype = torch.bfloat16 if has & bf16 else torch.float32
+                shape, strides = (given[slots], heads, D, D), (given[stride], D * D, D, 1)
+                state[name] = memory(given[pointer], dtype, shape, strides)
+            if has & (flags.HAS_IN_INDEX if index == "in_index" else flags.HAS_OUT_INDEX):
+                state[index] = memory(given[f"{index}_ptr"], torch.int32, (sequences,), (1,))
+        parameters = {
+            "A_log": memory(given["a_log_ptr"], torch.float32, (heads,), (1,)) if has & flags.HAS_A_LOG else None,
+            "dt_bias": memory(given["dt_ptr"], torch.float32, (heads, D), (D, 1)) if has & flags.HAS_DT_BIAS else None,
+        }
+        inputs = Inputs(**tensors, **parameters, lower_bound=given["lower_bound"], scale=given["scale"])
+        packed = out.contiguous()
+        forward(inputs, offsets.clamp(0, tokens), packed, max_len=tokens, **state)
+        out.copy_(packed)
