@@ -3,9 +3,9 @@
 A rank that hands on sends ``(ht, mt)`` of its whole part in fp32, ``S_out = mt S_in + ht``. The first of a chain knows its
 S_in and sends ``S_out`` alone. Three ways, all with sizes that every host knows beforehand:
 
-all_gather  every rank gets every summary and composes those of its chain: R - 1 messages, one after the other
+all_gather  every rank gets every summary and composes those of its chain: one collective, R - 1 hops of one summary
 scan        each rank gets its predecessor's summary, then in rounds d = 1, 2, 4, .. what the one d places before it has
-            composed: about 1 + log2(chain) messages of one summary
+            composed: about 1 + log2(chain) rounds of one summary
 neighbour   each rank gets its predecessor's ht, and that is all: right where the scan of every part has exited
 
 :func:`choose` takes the cheaper of the first two.
@@ -26,9 +26,9 @@ from .streams import Aside
 
 EXCHANGES = ("auto", "all_gather", "scan")
 
-MESSAGE_BYTES = 2**20
-"""What a message costs beside its bytes, in bytes: 20 us at 50 GB/s. An assumption, not measured on GPUs (docs/distributed.md);
-it only decides between two ways that give the same answer."""
+ROUND_BYTES, HOP_BYTES = 2**20, 2**17
+"""What starting a transfer, and one more hop of a collective, cost beside the bytes they move, in bytes: 20 and 2.5 us at
+50 GB/s. Assumptions, not measured on GPUs; they only decide between two ways to the same answer (docs/distributed.md)."""
 
 WHAT = "the exchange of states"
 
@@ -56,13 +56,13 @@ def scan_rounds(layout: Layout) -> list[int]:
 
 
 def cost(layout: Layout, heads: int, way: str) -> int:
-    """Bytes that the longest series of messages is worth, ``MESSAGE_BYTES`` for each of them included."""
+    """Time of an exchange, as the number of bytes that could be moved in it."""
     if not layout.chains:
         return 0
     if way == "all_gather":
-        return (layout.ranks - 1) * (MESSAGE_BYTES + gather_planes(layout) * state_bytes(heads))
+        return ROUND_BYTES + (layout.ranks - 1) * (HOP_BYTES + gather_planes(layout) * state_bytes(heads))
     rounds = [1] if way == "neighbour" else scan_rounds(layout)
-    return sum(MESSAGE_BYTES + planes * state_bytes(heads) for planes in rounds)
+    return sum(ROUND_BYTES + planes * state_bytes(heads) for planes in rounds)
 
 
 def choose(layout: Layout, heads: int, asked: str, send_mt: bool) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# The name it has had since PyTorch 2.13, or the one before.
+_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class RankError(RuntimeError):
@@ -42,7 +45,7 @@ class Ranks:
         """``[R, ...]`` of every rank's tensor, valid after ``wait``. On a GPU waiting holds up the stream, not the host."""
         every = mine.new_empty(self.size, *mine.shape)
         with self._transfer(what):
-            work = dist.all_gather_into_tensor(every.view(-1), mine.reshape(-1), group=self.group, async_op=True)
+            work = _gather(every.view(-1), mine.reshape(-1), group=self.group, async_op=True)
         return every, _Checked(self, [work], what)
 
     def swap(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], what: str) -> Work:

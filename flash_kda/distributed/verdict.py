@@ -67,10 +67,10 @@ class Verdicts:
 
     def _judge(self, every: Tensor) -> None:
         failures = []
-        for rank, message in enumerate(every):
+        for rank, message in enumerate(every.cpu().numpy()):
             code = int(message[0])
             if code == FAILED:
-                failures.append(f"rank {rank}: {bytes(message[1:].tolist()).rstrip(bytes(1)).decode(errors='replace')}")
+                failures.append(f"rank {rank}: {message[1:].tobytes().rstrip(bytes(1)).decode(errors='replace')}")
             elif code == REMEMBERS:
                 failures.append(f"rank {rank}: {FORGOTTEN}")
         if failures:

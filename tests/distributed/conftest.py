@@ -12,7 +12,7 @@ def pool(tmp_path_factory):
 
 @pytest.fixture
 def brief_pool(tmp_path):
-    """Three ranks that wait for each other for 3 s at most, and that a test may ruin."""
-    made = Pool(3, tmp_path, timeout=3.0)
+    """Three ranks that wait for each other for 2 s at most, and that a test may ruin."""
+    made = Pool(3, tmp_path, timeout=2.0)
     yield made
     made.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import Case, nan_like, nan_state
+from cases import Case, nan_state
 from pool import Pool
 from torch import Tensor
 
@@ -32,10 +32,10 @@ class Share:
 
 def work(group: Any, share: Share) -> tuple[Tensor, Tensor | None]:
     """In a rank: one call into poisoned buffers."""
+    context = distributed.ContextParallel(group, **share.context)
+    time.sleep(share.sleep)
     undo = share.before() if share.before else None
     try:
-        context = distributed.ContextParallel(group, **share.context)
-        time.sleep(share.sleep)
         out, final = distributed.fwd_cp(
             **share.case.fwd(initial_state=share.initial_state, final_state=share.final_state),
             context=context,
@@ -82,7 +82,3 @@ def sharded(pool: Pool, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor
         assert all(torch.equal(first, final) for _, final in results)
         return out, first
     return out, torch.cat([final for _, final in results])
-
-
-def poisoned(case: Case) -> Tensor:
-    return nan_like(case.q)
