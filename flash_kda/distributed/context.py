@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +38,10 @@ class ContextParallel:
             beyond ``cu_seqlens[-1]`` is padding.
         final_state: ``"end"``: the rank that holds a sequence's last token gets its final state. ``"all"``: every rank gets
             every one.
-        exchange: ``"all_gather"``, ``"scan"`` or ``"auto"``, which chooses by size (docs/distributed.md).
-        send_mt: False if the scan of every part is known to exit before the part's start. Then a rank sends only ht and only
-            to the next one; that it was true is measured, and a call where it is not fails.
+        exchange: ``"all_gather"``, ``"scan"`` or ``"auto"``, which chooses by size, and by whether all ranks are on one host
+            (docs/distributed.md).
+        send_mt: False if it is known that every part forgets what came before it, ``||M||_F <= eps`` over the part. Then a rank
+            sends only ht and only to the next one. That it is so is measured, and a call where it is not fails.
         device: where the shards are; the current GPU for NCCL, else the CPU.
 
     Attributes:
@@ -88,9 +90,9 @@ class ContextParallel:
             }
         except (ValueError, TypeError, RuntimeError) as error:
             refusal = error
-        _agree(self.ranks, described, refusal)
+        one_host = _agree(self.ranks, described, refusal)
         self.heads, self.final_state, self.send_mt = heads, final_state, send_mt
-        self.exchange = ways.choose(self.layout, heads, exchange, send_mt)
+        self.exchange = ways.choose(self.layout, heads, exchange, send_mt, ways.NVLINK if one_host else ways.NETWORK)
         self.tokens = self.layout.tokens(self.rank)
         self.parts: tuple[Part, ...] = self.layout.parts(self.rank)
         self.starts = tuple(part.sequence for part in self.parts if part.first)
@@ -181,16 +183,17 @@ def _digest(numbers: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.. (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _agree(ranks: Ranks, described: dict[str, str], refusal: Exception | None) -> None:
-    """Raises on every rank if one has refused its arguments or they differ."""
+def _agree(ranks: Ranks, described: dict[str, str], refusal: Exception | None) -> bool:
+    """Whether all ranks are on one host. Raises on every rank if one has refused its arguments or they differ."""
     said = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    every: list[Any] = ranks.all_gather_objects((described, said), "the agreement on a context")
+    every: list[Any] = ranks.all_gather_objects((described, said, socket.gethostname()), "the agreement on a context")
     if refusal is not None:
         raise refusal
-    refused = [f"rank {r}: {text}" for r, (_, text) in enumerate(every) if text is not None]
+    refused = [f"rank {r}: {text}" for r, (_, text, _) in enumerate(every) if text is not None]
     if refused:
         raise RankError(f"every rank must be given a context that it can make, got {'; '.join(refused)}")
     for name, value in every[0][0].items():
-        for r, (other, _) in enumerate(every):
+        for r, (other, _, _) in enumerate(every):
             if other[name] != value:
                 raise ValueError(f"{name} must be the same on every rank, got {value} on rank 0 and {other[name]} on rank {r}")
+    return len({host for _, _, host in every}) == 1

@@ -8,11 +8,12 @@ scan        each rank gets its predecessor's summary, then in rounds d = 1, 2, 4
             composed: about 1 + log2(chain) rounds of one summary
 neighbour   each rank gets its predecessor's ht, and that is all: right where the scan of every part has exited
 
-:func:`choose` takes the cheaper of the first two.
+:func:`choose` takes the faster of the first two.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,9 +27,28 @@ from .streams import Aside
 
 EXCHANGES = ("auto", "all_gather", "scan")
 
-ROUND_BYTES, HOP_BYTES = 2**20, 2**17
-"""What starting a transfer, and one more hop of a collective, cost beside the bytes they move, in bytes: 20 and 2.5 us at
-50 GB/s. Assumptions, not measured on GPUs; they only decide between two ways to the same answer (docs/distributed.md)."""
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks are connected.
+
+    Attributes:
+        gbytes: GB/s that one rank receives.
+        start_us: microseconds of a transfer or collective beside its bytes.
+        hop_us: of one more hop of a collective.
+    """
+
+    gbytes: float
+    start_us: float
+    hop_us: float
+
+
+NVLINK, NETWORK = Link(360, 15, 2), Link(45, 25, 5)
+"""Ranks on one host, and not. Assumptions, not measured: 80 % of the 450 GB/s of an H200, 90 % of a 400 Gb/s port a GPU. They
+decide between two ways to the same answer, and are those of the model in docs/distributed.md."""
+
+COMPOSE_US = 20
+"""One composition in a scan, a few small launches; assumed as well."""
 
 WHAT = "the exchange of states"
 
@@ -55,17 +75,16 @@ def scan_rounds(layout: Layout) -> list[int]:
     return rounds
 
 
-def cost(layout: Layout, heads: int, way: str) -> int:
-    """Time of an exchange, as the number of bytes that could be moved in it."""
-    if not layout.chains:
-        return 0
+def time_us(layout: Layout, heads: int, way: str, link: Link) -> float:
+    """Microseconds of an exchange that all ranks begin together, as far as the model knows."""
+    matrix = state_bytes(heads) / link.gbytes / 1e3
     if way == "all_gather":
-        return ROUND_BYTES + (layout.ranks - 1) * (HOP_BYTES + gather_planes(layout) * state_bytes(heads))
+        return link.start_us + (layout.ranks - 1) * (link.hop_us + gather_planes(layout) * matrix)
     rounds = [1] if way == "neighbour" else scan_rounds(layout)
-    return sum(ROUND_BYTES + planes * state_bytes(heads) for planes in rounds)
+    return sum(link.start_us + planes * matrix for planes in rounds) + COMPOSE_US * (len(rounds) - 1)
 
 
-def choose(layout: Layout, heads: int, asked: str, send_mt: bool) -> str:
+def choose(layout: Layout, heads: int, asked: str, send_mt: bool, link: Link) -> str:
     """``"none"``, ``"neighbour"``, ``"all_gather"`` or ``"scan"``."""
     if not layout.chains:
         return "none"
@@ -73,7 +92,7 @@ def choose(layout: Layout, heads: int, asked: str, send_mt: bool) -> str:
         return "neighbour"
     if asked != "auto":
         return asked
-    return min(("scan", "all_gather"), key=lambda way: cost(layout, heads, way))
+    return min(("scan", "all_gather"), key=lambda way: time_us(layout, heads, way, link))
 
 
 class Exchange(Protocol):

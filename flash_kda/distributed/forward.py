@@ -15,7 +15,7 @@ from ..host import readable
 from . import exchange as ways
 from .context import ContextParallel
 from .layout import Part
-from .local import Arguments, Effect, PartRun, matters
+from .local import Arguments, Effect, PartRun
 from .verdict import FORGOTTEN
 
 R = TypeVar("R")
@@ -157,7 +157,8 @@ class _Share:
         if context.send_mt:
             return effect
         assert effect.mt is not None
-        remembers = matters(effect.mt)
+        # The rule of the scan, for the part as a whole: none of its segments need have exited by itself.
+        remembers = ~(torch.linalg.vector_norm(effect.mt, dim=(-2, -1)) <= x.eps)
         if readable(remembers) and bool(remembers.any()):
             raise ValueError(FORGOTTEN)
         self.remembers = remembers.any()

@@ -138,12 +138,8 @@ def entering(initial_state: Tensor | None, effects: Sequence[Effect]) -> Tensor:
     nothing = torch.zeros_like(effects[0].ht)
     ht = torch.stack([*(x.ht for x in effects), nothing])
     mt = torch.stack([*(nothing if x.mt is None else x.mt for x in effects), nothing])
-    return _chain(initial_state, ht, mt, matters(mt))
-
-
-def matters(mt: Tensor) -> Tensor:
-    """``[..., H]`` bool, whether what came before counts. An exit leaves exactly 0; a small transition counts, and a NaN."""
-    return (mt != 0).flatten(-2).any(-1)
+    # An exit has left exactly 0: what came before is skipped. A transition that is only small counts, and so does a NaN.
+    return _chain(initial_state, ht, mt, (mt != 0).flatten(-2).any(-1))
 
 
 def _chain(initial_state: Tensor | None, ht: Tensor, mt: Tensor, fallback: Tensor) -> Tensor:

@@ -21,9 +21,7 @@ BYTES = 1024
 """Of one message: its code, then UTF-8 text."""
 FINE, FAILED, REMEMBERS = 0, 1, 2
 
-FORGOTTEN = (
-    "send_mt must be True where a part remembers what came before it, got False and ||M||_F above eps at the start of the part"
-)
+FORGOTTEN = "send_mt must be True where a part remembers what came before it, got False and ||M||_F > eps over the part"
 
 
 class Verdicts:

@@ -253,6 +253,20 @@ def test_without_mt_only_neighbours_talk(pool):
     assert same_bits(got[1], final)
 
 
+def test_without_mt_parts_may_forget_that_are_longer_than_their_segments(pool):
+    """No segment of 32 tokens exits; parts of 400 do. What is lost is what one process loses in segments of 400."""
+    case = make("random_1", 1200, 1)
+    _, info = flash_kda.state_only(**case.summary(cu_seqlens=torch.arange(0, 1201, SEGMENT).clamp(max=1200)), return_info=True)
+    assert info.fallback.all()
+    told = judge(case)
+    dropped = one_process(case, [1200], None, segment_len=400)[2]
+    options = {"options": {"segment_len": SEGMENT}, "context": {"send_mt": False}}
+    out, final = sharded(pool, case, [1200], [400] * 3, **options)
+    told.out(out, dropped)
+    told.state(final, dropped)
+    assert (dropped > 0).all()
+
+
 # Mutations: the assertions above must fail when a step is wrong. Each runs in the ranks and puts back what it broke.
 
 

@@ -123,12 +123,17 @@ def test_what_an_exchange_moves():
 
 def test_choice_by_size():
     alone, pair, many = layout([4, 4], [4, 4]), layout([8], [4, 4]), layout([64], [1] * 64)
-    assert ways.choose(alone, 16, "scan", True) == "none"
-    assert ways.choose(many, 16, "all_gather", True) == "all_gather"
-    assert ways.choose(many, 16, "auto", False) == "neighbour"
-    for made in (pair, many):
-        assert ways.choose(made, 16, "auto", True) == "scan"
-    assert ways.cost(many, 16, "scan") < ways.cost(many, 16, "all_gather") / 5
-    # Small states, or few ranks: one transfer is cheaper than several that move less.
-    assert ways.choose(layout([32], [4] * 8), 1, "auto", True) == "all_gather"
-    assert ways.choose(layout([16], [4] * 4), 16, "auto", True) == "all_gather"
+    eight = layout([32], [4] * 8)
+    for link in (ways.NVLINK, ways.NETWORK):
+        assert ways.choose(alone, 16, "scan", True, link) == "none"
+        assert ways.choose(many, 16, "all_gather", True, link) == "all_gather"
+        assert ways.choose(many, 16, "auto", False, link) == "neighbour"
+        for made in (pair, many):
+            assert ways.choose(made, 16, "auto", True, link) == "scan"
+        # Small states: one transfer is faster than several that move less.
+        assert ways.choose(eight, 1, "auto", True, link) == "all_gather"
+    # A fast link likewise.
+    assert ways.choose(eight, 16, "auto", True, ways.NVLINK) == "all_gather"
+    assert ways.choose(eight, 16, "auto", True, ways.NETWORK) == "scan"
+    slow, planes = ways.NETWORK, ways.gather_planes(eight)
+    assert ways.time_us(eight, 16, "all_gather", slow) > 7 * planes * ways.state_bytes(16) / slow.gbytes / 1e3
