@@ -196,13 +196,13 @@ def check_shard(
             _check_shape(name, state, "[n,H,V,K]", (rows, heads, HEAD_DIM, HEAD_DIM))
             _check_dtype(name, state, STATE_DTYPES)
     check_devices({**tensors, **states}, device)
-    written = {"out": tensors.get("out"), "final_state": final_state}
     if final_state is not None:
         _check_writable("final_state", final_state)
-    for name, target in written.items():
-        for other, source in {**tensors, **states}.items():
-            if target is not None and source is not None and other != name and _overlap(target, source):
-                raise ValueError(f"{name} must not share memory with {other}, got overlapping views; allocate it separately")
+    pairs = [("final_state", other) for other in (*tensors, "initial_state")] + [("out", "initial_state")]
+    for name, other in pairs:
+        written, source = (states.get(x, tensors.get(x)) for x in (name, other))
+        if written is not None and source is not None and _overlap(written, source):
+            raise ValueError(f"{name} must not share memory with {other}, got overlapping views; allocate it separately")
 
 
 def check_summary(

@@ -100,10 +100,11 @@ def fwd_cp(
     exchange.start(context.nothing() if handed_on is None else handed_on)
     share.attempt(share.work_meanwhile)
     given = exchange.finish()
+    early = share.failure
     share.attempt(lambda: share.work_with(given))
     if context.final_state == "all":
         share.collect(final_state, output_final_state)
-    context.verdicts.conclude(share.failure, share.remembers)
+    context.verdicts.conclude(share.failure, share.remembers, after_exchange=early is None)
     return share.x.out, share.final_state
 
 

@@ -32,11 +32,12 @@ class Verdicts:
         self._fine = torch.zeros(BYTES, dtype=torch.uint8, device=device)
         self._open: deque[_News] = deque()
 
-    def conclude(self, failure: Exception | None, remembers: Tensor | None) -> None:
+    def conclude(self, failure: Exception | None, remembers: Tensor | None, *, after_exchange: bool) -> None:
         """Exchanges how the call went.
 
         Args:
             failure: why this rank could not do its share.
+            after_exchange: it failed on what it was given: then the failure of another rank, if there is one, is the reason.
             remembers: bool scalar on the device: with ``send_mt=False``, a part here needed mt.
 
         Raises:
@@ -53,6 +54,9 @@ class Verdicts:
             work.wait()
             if failure is None:
                 self._judge(every)
+            elif after_exchange:
+                every[self._ranks.rank] = FINE
+                self._judge(every, failure)
         else:
             self._open.append(_News(every, work))
         if failure is not None:
@@ -63,7 +67,7 @@ class Verdicts:
         while self._open and (wait or self._open[0].is_there()):
             self._judge(self._open.popleft().read())
 
-    def _judge(self, every: Tensor) -> None:
+    def _judge(self, every: Tensor, consequence: Exception | None = None) -> None:
         failures = []
         for rank, message in enumerate(every.cpu().numpy()):
             code = int(message[0])
@@ -72,7 +76,7 @@ class Verdicts:
             elif code == REMEMBERS:
                 failures.append(f"rank {rank}: {FORGOTTEN}")
         if failures:
-            raise RankError(f"every rank must be able to do its share, got {'; '.join(failures)}")
+            raise RankError(f"every rank must be able to do its share, got {'; '.join(failures)}") from consequence
 
 
 class _News:

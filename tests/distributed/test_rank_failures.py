@@ -145,17 +145,32 @@ def test_a_call_that_one_rank_refuses_is_refused_everywhere(pool, what, exchange
 
 
 def shared_memory(group, share):
-    """``final_state`` on top of ``initial_state``."""
+    """States on top of each other, and on top of ``out``."""
+    context = distributed.ContextParallel(group, **share.context)
     both = state(1, 1)
-    return work(group, replace(share, initial_state=both, final_state=both))
+    out = both.view(torch.bfloat16).flatten()[: share.case.v.numel()].view(share.case.v.shape)
+    texts = []
+    for states in (
+        {"initial_state": both, "final_state": both},
+        {"out": out, "final_state": both},
+        {"out": out, "initial_state": both},
+    ):
+        try:
+            distributed.fwd_cp(**share.case.fwd(**states), context=context)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
 
 
-def test_a_final_state_on_top_of_another_argument_is_refused(pool):
-    each = shares(random(30, 1), [30], [30])
-    (result,) = raised(pool, each, shared_memory)
-    assert result.text == (
-        "final_state must not share memory with initial_state, got overlapping views; allocate it separately"
-    )
+def test_states_on_top_of_other_arguments_are_refused(pool):
+    (share,) = shares(random(30, 1), [30], [30])
+    (texts,) = pool.run(shared_memory, [(share,)])
+    end = "got overlapping views; allocate it separately"
+    assert texts == [
+        f"final_state must not share memory with initial_state, {end}",
+        f"final_state must not share memory with out, {end}",
+        f"out must not share memory with initial_state, {end}",
+    ]
 
 
 def fails_in(step):
@@ -336,6 +351,25 @@ def test_on_a_device_the_next_call_tells(pool):
     # Nothing of rank 0 depends on rank 1; what rank 2 made of its state is not to be mistaken for a result.
     assert not first_nan[1]
     assert last_nan[1]
+
+
+def waits_for_verdicts():
+    right = verdict.readable
+    verdict.readable = lambda _x: False
+    os.environ["FLASH_KDA_DEBUG"] = "1"
+
+    def undo():
+        verdict.readable = right
+        del os.environ["FLASH_KDA_DEBUG"]
+
+    return undo
+
+
+def test_on_a_device_debug_mode_waits_for_the_verdict(pool):
+    each = told(before=waits_for_verdicts)
+    each[1] = bad_case(each[1])
+    assert_refused(raised(pool, each), 1, "ValueError", "v must have shape")
+    in_step(pool)
 
 
 def remembers(group, share):

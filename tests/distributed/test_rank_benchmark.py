@@ -9,7 +9,7 @@ import ranks_model
 import torch
 from cases import random
 from sharded import Share, shares, work
-from test_forward import broken
+from test_ranks import broken
 
 import flash_kda
 from flash_kda.distributed import exchange as ways
