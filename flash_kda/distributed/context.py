@@ -98,6 +98,8 @@ class ContextParallel:
         self.starts = tuple(part.sequence for part in self.parts if part.first)
         self.ends = tuple(part.sequence for part in self.parts if part.last)
         self.verdicts = Verdicts(self.ranks, self.device)
+        # Not every rank takes part in every message between two, so the device's communicator is made by all of them here.
+        self.verdicts.conclude(None, None, after_exchange=False)
         # What is done with the parts: begun elsewhere, going on elsewhere (maybe the same one), or neither.
         self.given = self.parts[0] if self.parts and not self.parts[0].first else None
         self.hands_on = self.parts[-1] if self.parts and not self.parts[-1].last else None

@@ -1,4 +1,4 @@
-"""Ranks to test with: processes of one gloo group that live as long as the test session and run what they are sent.
+"""Ranks to test with: processes of one gloo group that live as long as the tests and run what they are sent.
 
 Starting Python with torch costs seconds, so the processes are forked from one that has imported everything. Groups of fewer
 ranks are made of the first ones. What a function returns or raises comes back by rank.

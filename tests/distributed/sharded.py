@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,14 @@ class Share:
     sleep: float = 0.0
 
 
+PARAMETERS = tuple(inspect.signature(distributed.fwd_cp).parameters)
+
+
+def arguments(case: Case, **changes: Any) -> dict[str, Any]:
+    """Those of ``distributed.fwd_cp``; ``out`` is a fresh NaN-filled buffer."""
+    return {name: value for name, value in case.fwd(**changes).items() if name in PARAMETERS}
+
+
 def work(group: Any, share: Share) -> tuple[Tensor, Tensor | None]:
     """In a rank: one call into poisoned buffers."""
     context = distributed.ContextParallel(group, **share.context)
@@ -37,7 +46,7 @@ def work(group: Any, share: Share) -> tuple[Tensor, Tensor | None]:
     undo = share.before() if share.before else None
     try:
         out, final = distributed.fwd_cp(
-            **share.case.fwd(initial_state=share.initial_state, final_state=share.final_state),
+            **arguments(share.case, initial_state=share.initial_state, final_state=share.final_state),
             context=context,
             **share.options,
         )
@@ -72,9 +81,9 @@ def shares(
     return made
 
 
-def sharded(pool: Pool, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def sharded(pool: Pool, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """``(out [1, T, H, V], final_state [N, H, V, K])`` of :func:`shares`, from where the ranks left them."""
-    told = shares(*arguments, **options)
+    told = shares(*given, **options)
     results = pool.run(work, [(share,) for share in told])
     out = torch.cat([out for out, _ in results], 1)
     if told[0].context.get("final_state") == "all":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import make, random, same_bits, state
 from pool import Raised
-from sharded import Share, shares, work
+from sharded import Share, arguments, shares, work
 
 from flash_kda import distributed, host, validation
 from flash_kda.distributed import forward, local, verdict
@@ -156,7 +156,7 @@ def shared_memory(group, share):
         {"out": out, "initial_state": both},
     ):
         try:
-            distributed.fwd_cp(**share.case.fwd(**states), context=context)
+            distributed.fwd_cp(**arguments(share.case, **states), context=context)
         except ValueError as error:
             texts.append(str(error))
     return texts
@@ -230,14 +230,14 @@ def test_a_part_that_remembers_is_no_place_to_leave_out_mt(pool):
 def late(group, share):
     """Comes to the second call only after the others have given up."""
     context = distributed.ContextParallel(group, **share.context)
-    arguments = share.case.fwd()
-    distributed.fwd_cp(**arguments, context=context)
+    call = arguments(share.case)
+    distributed.fwd_cp(**call, context=context)
     time.sleep(share.sleep)
     begun = time.monotonic()
     errors = []
     for _ in range(2):
         try:
-            distributed.fwd_cp(**arguments, context=context)
+            distributed.fwd_cp(**call, context=context)
         except distributed.RankError as error:
             errors.append(str(error))
     return errors, time.monotonic() - begun
@@ -260,7 +260,7 @@ def dies(group, share):
     context = distributed.ContextParallel(group, **share.context)
     if share.sleep:
         os._exit(1)
-    distributed.fwd_cp(**share.case.fwd(), context=context)
+    distributed.fwd_cp(**arguments(share.case), context=context)
 
 
 def test_a_rank_that_dies_is_noticed_at_once(brief_pool):
@@ -323,7 +323,7 @@ def later_calls(group, share, bad):
     try:
         for case in (share.case, bad, share.case, share.case):
             try:
-                outs.append(distributed.fwd_cp(**case.fwd(), context=context, segment_len=32)[0])
+                outs.append(distributed.fwd_cp(**arguments(case), context=context, segment_len=32)[0])
                 said.append(None)
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
@@ -376,7 +376,7 @@ def remembers(group, share):
     context = distributed.ContextParallel(group, **share.context)
     undo = blind()
     try:
-        out, _ = distributed.fwd_cp(**share.case.fwd(), context=context)
+        out, _ = distributed.fwd_cp(**arguments(share.case), context=context)
     finally:
         undo()
     try:

@@ -10,7 +10,7 @@ from budget import judge
 from cases import Case, make, out_error, packed_offsets, random, same_bits, state, state_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded import sharded, shares, work
+from sharded import arguments, sharded, shares, work
 
 import flash_kda
 from flash_kda import distributed
@@ -142,9 +142,9 @@ def test_each_rank_decides_about_its_states(pool):
 
 def allocated(group, share):
     context = distributed.ContextParallel(group, **share.context)
-    arguments = share.case.fwd(out=None, initial_state=share.initial_state)
-    out, nothing = distributed.fwd_cp(**arguments, context=context)
-    _, final = distributed.fwd_cp(**arguments, context=context, output_final_state=True)
+    call = arguments(share.case, out=None, initial_state=share.initial_state)
+    out, nothing = distributed.fwd_cp(**call, context=context)
+    _, final = distributed.fwd_cp(**call, context=context, output_final_state=True)
     return out, nothing, final
 
 
