@@ -194,6 +194,49 @@ def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int)
     raise ValueError(f"{name} must not share memory with {shared}, got overlapping views; {remedy}")
 
 
+def check_shard(
+    tensors: dict[str, Tensor | None],
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    *,
+    tokens: int,
+    heads: int,
+    device: torch.device,
+    starts: int,
+    ends: int,
+) -> None:
+    """What ``distributed.fwd_cp`` wants beside the contract of ``fwd``: one rank's share of what its context says.
+
+    Args:
+        tensors: those of ``fwd``, which has been checked: q, k, v, g, beta and out, A_log, dt_bias or None.
+        initial_state, final_state: as passed.
+        tokens, heads, device: of the context, on this rank.
+        starts, ends: rows that the states must have.
+    """
+    v = tensors["v"]
+    assert v is not None
+    if tuple(v.shape[:3]) != (1, tokens, heads):
+        raise ValueError(
+            f"v must have shape [1,T,H,V] = {(1, tokens, heads, HEAD_DIM)} on this rank, got {tuple(v.shape)}; "
+            "T and H are those of the context"
+        )
+    states = {"initial_state": initial_state, "final_state": final_state}
+    _check_tensors(states)
+    _check_no_grad(states)
+    for (name, state), rows in zip(states.items(), (starts, ends), strict=True):
+        if state is not None:
+            _check_shape(name, state, "[n,H,V,K]", (rows, heads, HEAD_DIM, HEAD_DIM))
+            _check_dtype(name, state, STATE_DTYPES)
+    check_devices({**tensors, **states}, device)
+    if final_state is not None:
+        _check_writable("final_state", final_state)
+    pairs = [("final_state", other) for other in (*tensors, "initial_state")] + [("out", "initial_state")]
+    for name, other in pairs:
+        written, source = (states.get(x, tensors.get(x)) for x in (name, other))
+        if written is not None and source is not None and views.overlap(written, source):
+            raise ValueError(f"{name} must not share memory with {other}, got overlapping views; allocate it separately")
+
+
 def check_summary(
     k: Tensor,
     v: Tensor,

@@ -409,6 +409,55 @@ def test_nothing_was_cut_says_why(command, monkeypatch, tmp_path, tensors):
     assert "Nothing was cut: beside the sm90 kernels only --segment-len makes segments." in out
 
 
+# run --distributed
+
+
+def test_run_over_ranks_started_by_the_command(tmp_path, tensors):
+    """Two rows of a batch, the second of which is on both ranks."""
+    rows = {name: torch.stack([x[0, :150], x[0, 150:]]) for name, x in tensors.items() if x.dim() > 2}
+    rows |= {name: tensors[name] for name in ("A_log", "dt_bias")}
+    state = torch.randn(2, 2, 128, 128)
+    save_file(rows | {"initial_state": state}, tmp_path / "in.safetensors")
+    made = child(
+        "run",
+        str(tmp_path / "in.safetensors"),
+        *("--distributed", "--ranks", "2", "--segment-len", "64", "--output", str(tmp_path / "out.safetensors")),
+    )
+    assert made.returncode == 0, made.stderr
+    assert "on 2 ranks of gloo (cpu), computed by the PyTorch reference" in made.stdout
+    assert [line.split() for line in made.stdout.splitlines() if line[:1] in ("0", "1")] == [
+        ["0", "160", "0", "to", "1", "-", "1"],
+        ["1", "140", "1", "0", "-"],
+    ]
+    assert made.stdout.rstrip().endswith("CHECK PASSED")
+    assert made.stdout.count("CHECK PASSED") == 1
+    assert made.stdout.isascii()
+    written = load_file(tmp_path / "out.safetensors")
+    names = ("q", "k", "v", "g", "beta")
+    parameters = (128**-0.5, None, rows["A_log"], rows["dt_bias"], -5.0)
+    want, final = flash_kda.fwd(*(rows[x] for x in names), *parameters, state, output_final_state=True)
+    assert written["out"].shape == want.shape
+    assert (written["out"].float() - want.float()).norm() / want.float().norm() < 1e-3
+    assert (written["final_state"] - final).norm() / final.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--ranks", "2"), "ranks must be given with --distributed only, got 2 without it"),
+        (("--distributed", "--eps", "2"), "eps must be in [0, 1), got 2.0"),
+        (("--distributed", "--tokens", "300", "--cu-seqlens", "0,400"), "cu_seqlens must end at or before the 300 tokens"),
+        (("--distributed", "--impl", "sm90"), "impl='sm90' must be able to run"),
+        (("--distributed", "--output", "/"), "output must be a file, got the folder /"),
+    ],
+)
+def test_run_over_ranks_refuses_before_it_starts_any(command, arguments, text):
+    status, out, err = command("run", *arguments)
+    assert status == 2
+    assert text in err
+    assert out == ""
+
+
 # inspect
 
 

@@ -109,12 +109,24 @@ def run(
         Path | None,
         typer.Option(help="Write out and final_state to this safetensors file if the check passes.", show_default=False),
     ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Spread the tokens over the processes of torchrun, or over --ranks of its own."),
+    ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes to start with --distributed.", show_default="2, or one for each GPU with --device cuda"
+        ),
+    ] = None,
 ) -> None:
     """Prefill serially and in parallel segments, compare times, and check both against the fp64 recurrence.
 
-    Exits with 0 if the check passes, 1 if it fails, 2 if the input is bad.
+    With --distributed the segments are on several processes: torchrun --nproc-per-node 2 -m flash_kda run --distributed, or
+    without torchrun, which is then called. Exits with 0 if the check passes, 1 if it fails, 2 if the input is bad.
     """
     with _loading("run"):
+        from . import ranks as over_ranks
         from . import run as command
 
     options = command.Options(
@@ -129,8 +141,11 @@ def run(
         impl=None if impl is None else impl.value,
         repeat=repeat,
         output=output,
+        ranks=ranks,
     )
-    raise typer.Exit(command.main(options))
+    if ranks is not None and not distributed:
+        raise UserError(f"ranks must be given with --distributed only, got {ranks} without it")
+    raise typer.Exit(over_ranks.main(options) if distributed else command.main(options))
 
 
 @app.command()

@@ -11,7 +11,7 @@ The unit of every tolerance is measured in place: what rounding the oracle's own
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -95,7 +95,7 @@ class Check:
 def run_check(
     sample: Sample,
     offsets: list[int],
-    segment_len: int | None,
+    cuts: Iterable[int],
     serial: Result,
     cp: Result,
     impl: str | None,
@@ -106,7 +106,7 @@ def run_check(
     Args:
         sample: packed, one batch row.
         offsets: of its sequences.
-        segment_len: where sequences were cut, None if nowhere.
+        cuts: packed tokens before which sequences were cut, in order.
         serial, cp: ``out`` ``[1, T, H, V]`` and ``final_state`` ``[N, H, V, K]`` fp32.
         impl: who computes the states that enter windows.
         begin: told of each step.
@@ -121,7 +121,7 @@ def run_check(
             if not bool(getattr(result, what).isfinite().all()):
                 return Check((), tuple(heads), 0, f"{what} of the {name} forward has NaN or inf although the inputs are finite")
     some = _heads(sample, heads)
-    windows = list(_windows(offsets, segment_len))
+    windows = list(_windows(offsets, cuts))
     findings = []
     units: dict[str, list[float]] = {"out": [], "final_state": []}
     states = _entering(some, windows, impl, begin)
@@ -158,7 +158,7 @@ def run_check(
     return Check(tuple(findings), tuple(heads), sum(w.end - w.start for w in windows))
 
 
-def _windows(offsets: list[int], segment_len: int | None) -> Iterator[Window]:
+def _windows(offsets: list[int], cuts: Iterable[int]) -> Iterator[Window]:
     spans = sorted(((b, a, n) for n, (a, b) in enumerate(itertools.pairwise(offsets)) if b > a), key=lambda x: x[1] - x[0])
     for rank, (end, start, n) in enumerate(spans[: 1 + OTHER_SEQUENCES]):
         tokens = min(end - start, SIDE_TOKENS if rank else START_TOKENS)
@@ -166,9 +166,9 @@ def _windows(offsets: list[int], segment_len: int | None) -> Iterator[Window]:
         yield Window(f"sequence {n}, {'all' if whole else 'first'} {tokens} tokens", n, start, start, start + tokens, whole)
         if rank or whole:
             continue
-        cuts = range(start + segment_len, end, segment_len) if segment_len else range(0)
+        inside = [cut for cut in cuts if start < cut < end]
         done = False
-        for cut in sorted({cuts[0], cuts[-1]}) if len(cuts) else ():
+        for cut in sorted({*inside[:1], *inside[-1:]}):
             first = start + max(cut - start - SIDE_TOKENS, 0) // STEP * STEP
             last = min(cut + SIDE_TOKENS, end)
             done = last == end

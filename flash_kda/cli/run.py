@@ -42,6 +42,7 @@ class Options:
     impl: str | None = None
     repeat: int = 1
     output: Path | None = None
+    ranks: int | None = None
 
 
 def main(options: Options) -> int:
@@ -59,20 +60,20 @@ def main(options: Options) -> int:
         impl = dispatch.choose(options.impl, device)
     except (ValueError, NotImplementedError) as error:
         raise UserError(str(error)) from None
-    sample, origin = _sample(options)
+    sample, origin = read_sample(options)
     sample = sample.to(device)
     batch, tokens = sample.q.shape[:2]
-    packed, offsets = _pack(sample)
+    packed, offsets = pack(sample)
 
     line(f"flash-kda run: {origin}")
     line(
         f"B={batch} T={tokens} H={sample.heads} K=V={sample.q.shape[-1]}, lower_bound {sample.lower_bound:g}, "
         f"scale {sample.scale:.4g}, {'an initial state' if sample.initial_state is not None else 'no initial state'}"
     )
-    line(f"on {_device_name(device)}, computed by {_path_name(impl)}")
+    line(f"on {_device_name(device)}, computed by {path_name(impl)}")
 
     def serial() -> Result:
-        return _result(api.fwd(**packed.arguments(), output_final_state=True, impl=options.impl))
+        return result_of(api.fwd(**packed.arguments(), output_final_state=True, impl=options.impl))
 
     def parallel(*, certificate: bool = False) -> tuple[Result, Certificate | None]:
         returned = api.fwd_cp(
@@ -84,7 +85,7 @@ def main(options: Options) -> int:
             certificate=certificate,
             impl=options.impl,
         )
-        return _result(returned), returned[2] if len(returned) == 3 else None
+        return result_of(returned), returned[2] if len(returned) == 3 else None
 
     with steps(2 * options.repeat + 10) as begin:
         # The certified call also warms up memory and threads for the timed ones.
@@ -93,15 +94,16 @@ def main(options: Options) -> int:
         path = dispatch.last_path()
         in_series, serial_times = _timed(serial, options.repeat, device, lambda i: begin(f"serial {i}"))
         _, cp_times = _timed(lambda: parallel()[0], options.repeat, device, lambda i: begin(f"context-parallel {i}"))
-        cut = None if certificate is None else certificate.plan.segment_len
-        found = run_check(packed, offsets, cut, in_series, in_parallel, options.impl, begin)
+        cut = tokens * batch if certificate is None else certificate.plan.segment_len
+        cuts = [token for a, b in itertools.pairwise(offsets) for token in range(a + cut, b, cut)]
+        found = run_check(packed, offsets, cuts, in_series, in_parallel, options.impl, begin)
 
     uncut = None
     if certificate is None:
         uncut = _why_uncut(options.segment_len, max(b - a for a, b in itertools.pairwise(offsets)), sample.heads, path)
     _print_plan(certificate, uncut, offsets, eps)
     _print_times(serial_times, cp_times, tokens * batch)
-    _print_check(found, sample.heads, cut=uncut is None)
+    print_check(found, sample.heads, cut=uncut is None)
     if not found.passed:
         line("CHECK FAILED" + ("; nothing was written" if options.output is not None else ""))
         return 1
@@ -122,14 +124,14 @@ def _device(name: str) -> torch.device:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({_count(torch.get_num_threads(), 'thread')})"
+    return f"{device} ({count(torch.get_num_threads(), 'thread')})"
 
 
-def _path_name(impl: str) -> str:
+def path_name(impl: str) -> str:
     return {"reference": "the PyTorch reference", "sm90": "the sm90 kernels"}[impl]
 
 
-def _sample(options: Options) -> tuple[Sample, str]:
+def read_sample(options: Options) -> tuple[Sample, str]:
     """The activations to run on, checked, and a sentence that says what they are."""
     tokens = options.tokens
     if options.file is None:
@@ -160,7 +162,7 @@ def _sample(options: Options) -> tuple[Sample, str]:
     return sample, origin
 
 
-def _pack(sample: Sample) -> tuple[Sample, list[int]]:
+def pack(sample: Sample) -> tuple[Sample, list[int]]:
     """Batch rows one after the other on the token axis, and the offsets of the sequences on the host."""
     batch, tokens = sample.q.shape[:2]
     if sample.cu_seqlens is not None:
@@ -172,7 +174,7 @@ def _pack(sample: Sample) -> tuple[Sample, list[int]]:
     return replace(sample, **flat, cu_seqlens=torch.tensor(offsets, device=sample.q.device)), offsets
 
 
-def _result(returned: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Certificate | None]) -> Result:
+def result_of(returned: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Certificate | None]) -> Result:
     out, final_state = returned[:2]
     if final_state is None:
         raise RuntimeError("a final state was asked for and not returned")
@@ -204,28 +206,28 @@ def _why_uncut(segment_len: int | None, longest: int, heads: int, path: str | No
         return "beside the sm90 kernels only --segment-len makes segments"
     if longest <= MIN_SEGMENT_LEN:
         return f"no sequence is longer than {MIN_SEGMENT_LEN} tokens, the shortest segment that the planner makes"
-    return f"the planner expects no gain from it with {_count(heads, 'head')}; --segment-len cuts all the same"
+    return f"the planner expects no gain from it with {count(heads, 'head')}; --segment-len cuts all the same"
 
 
 def _print_plan(certificate: Certificate | None, uncut: str | None, offsets: list[int], eps: float) -> None:
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
     heading("Plan")
     if certificate is None:
-        line(f"{_count(len(lengths), 'sequence')} of {_range(lengths)} tokens")
+        line(f"{count(len(lengths), 'sequence')} of {span(lengths)} tokens")
         line(f"Nothing was cut: {uncut}.")
         line("fwd_cp ran every sequence serially, as fwd does.")
         return
     plan = certificate.plan
     counts = plan.seq_map.diff().tolist()
     line(
-        f"{_count(len(lengths), 'sequence')} of {_range(lengths)} tokens, {_count(sum(counts), 'segment')} "
-        f"({_range(counts)} a sequence) of at most {plan.segment_len} tokens = {plan.segment_len // CHUNK} chunks"
+        f"{count(len(lengths), 'sequence')} of {span(lengths)} tokens, {count(sum(counts), 'segment')} "
+        f"({span(counts)} a sequence) of at most {plan.segment_len} tokens = {plan.segment_len // CHUNK} chunks"
     )
 
     used = certificate.segment < plan.capacity
     chunks, norm, dropped = (x[used].cpu() for x in (certificate.chunks, certificate.norm, certificate.dropped))
     whole = certificate.fallback[used].cpu()
-    heading(f"Backward scan of the {_count(len(chunks), 'segment')} with a successor, until ||M||_F <= {eps:.3g}")
+    heading(f"Backward scan of the {count(len(chunks), 'segment')} with a successor, until ||M||_F <= {eps:.3g}")
     order = list(range(chunks.shape[1]))
     if len(order) > MAX_ROWS:
         order = sorted(sorted(order, key=lambda h: -chunks[:, h].sum().item())[:MAX_ROWS])
@@ -253,13 +255,13 @@ def _print_times(serial: list[float], cp: list[float], tokens: int) -> None:
     heading("Time" + (f" (median of {len(serial)})" if len(serial) > 1 else ""))
     a, b = statistics.median(serial), statistics.median(cp)
     rows = [
-        ["serial fwd", _milliseconds(a), f"{tokens / a:,.0f}", "1.00"],
-        ["context-parallel fwd_cp", _milliseconds(b), f"{tokens / b:,.0f}", f"{a / b:.2f}"],
+        ["serial fwd", milliseconds(a), f"{tokens / a:,.0f}", "1.00"],
+        ["context-parallel fwd_cp", milliseconds(b), f"{tokens / b:,.0f}", f"{a / b:.2f}"],
     ]
     table(("", "ms", "tokens/s", "speed-up"), rows)
 
 
-def _print_check(found: Check, heads: int, *, cut: bool) -> None:
+def print_check(found: Check, heads: int, *, cut: bool) -> None:
     which = "all heads" if len(found.heads) == heads else f"heads {', '.join(map(str, found.heads))} of {heads}"
     heading(f"Check: relative L2 errors, the worst head; the oracle saw {found.oracle_tokens} tokens of {which}")
     if found.problem is not None:
@@ -286,14 +288,14 @@ def _print_check(found: Check, heads: int, *, cut: bool) -> None:
     line(f"bf16: what rounding the exact values to bf16 costs, measured here. Limit: {LIMIT:g} x bf16.")
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
-def _count(n: int, what: str) -> str:
+def count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _range(values: list[int]) -> str:
+def span(values: list[int]) -> str:
     low, high = min(values, default=0), max(values, default=0)
     return f"{low}" if low == high else f"{low} to {high}"
