@@ -22,7 +22,7 @@ from .constants import CHUNK, HEAD_DIM, LOWER_BOUND_MIN
 from .host import readable
 from .inputs import Inputs
 
-Memo = dict[str, Any]
+Memo = dict[Any, Any]
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 GATE_DTYPES = (torch.bfloat16, torch.float32)
 OFFSET_DTYPES = (torch.int32, torch.int64)

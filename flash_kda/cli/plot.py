@@ -158,7 +158,7 @@ def _draw(curves: Curves, floor: dict[int, float], title: str, path: Path) -> No
         axes.grid(color="0.9", lw=0.6)
         axes.set_axisbelow(True)
         axes.set_xlabel("tokens")
-        axes.set_ylabel(label)
+        axes.set_title(label, fontsize=10)
     shades = zip(colours, curves, strict=True)
     entries = [Line2D([], [], color=colour, lw=3, label=f"{gates}, {bound:g}") for colour, (gates, bound) in shades]
     entries += [Line2D([], [], color="0.3", ls=dashes[impl], label=impl) for impl in impls]

@@ -53,7 +53,7 @@ def forward(
     final_state: Tensor | None = None,
     out_index: Tensor | None = None,
     certify: bool = False,
-    memo: dict[str, Any] | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> Scan:
     """Outputs of every sequence, and the states at their ends, as :func:`.stages.forward` gives them to rounding.
 
@@ -67,7 +67,7 @@ def forward(
     """
     heads, device = inputs.v.shape[-2], out.device
     in_place = initial_state is not None and final_state is not None and _share(initial_state, final_state)
-    kept: dict[str, Any] = {} if memo is None else memo.setdefault(f"{cut} {in_place} {certify}", {})
+    kept: dict[Any, Any] = {} if memo is None else memo.setdefault((cut, in_place, certify), {})
     workspace = torch.empty(2, cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
     slots, mt = workspace.unbind()
     needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
@@ -108,6 +108,7 @@ def forward(
         initial_state=initial_state,
         in_index=in_index,
         overlap=True,
+        memo=kept,
     )
     stages.forward(
         inputs,

@@ -6,6 +6,7 @@ As in stages.py, what the kernels cannot take is refused by name and nothing is 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +106,7 @@ def chain(
     initial_state: Tensor | None = None,
     in_index: Tensor | None = None,
     overlap: bool = False,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """States at the ends of the pieces that have a successor, in place of their effects: ``h <- h mt^T + ht``, V-first.
 
@@ -122,25 +124,12 @@ def chain(
         initial_state: ``[N or pool, H, V, K]`` bf16 or fp32, or None for zeros.
         in_index: ``[N]`` int32, each sequence's row of ``initial_state``; out of range for zeros.
         overlap: the kernel before on the stream is the state summary; start beside its end.
+        memo: of the kind of call, as in :func:`.stages.refusal`; what shapes and the presence of tensors decide.
     """
     sequences = tokens // max_len if cu_seqlens is None and max_len else 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     dense = max_len if cu_seqlens is None else -1
-    _launch(
-        slots,
-        slots,
-        mt,
-        needs_mt,
-        cu_seqlens,
-        dense,
-        tokens,
-        sequences,
-        segment_len,
-        decided,
-        initial_state,
-        in_index,
-        0,
-        overlap,
-    )
+    pieces = _Pieces(cu_seqlens, dense, tokens, sequences, segment_len, decided)
+    _launch(slots, slots, mt, needs_mt, pieces, initial_state, in_index, 0, overlap, memo)
 
 
 def entering_states(
@@ -155,8 +144,20 @@ def entering_states(
     if sequences < 1:
         return torch.zeros_like(ht)
     out = torch.empty_like(ht)
-    _launch(ht, out, mt, fallback, seq_map, -1, ht.shape[0], sequences, 1, None, initial_state, None, flags.ENTERING, False)
+    pieces = _Pieces(seq_map, -1, ht.shape[0], sequences, 1, None)
+    _launch(ht, out, mt, fallback, pieces, initial_state, None, flags.ENTERING, False, None)
     return out
+
+
+class _Pieces(NamedTuple):
+    """Which slots belong to which sequence; fields as the kernel's arguments of these names."""
+
+    offsets: Tensor | None
+    dense: int
+    total: int
+    sequences: int
+    segment_len: int
+    decided: Tensor | None
 
 
 def _launch(
@@ -164,26 +165,48 @@ def _launch(
     out: Tensor,
     mt: Tensor | None,
     needs_mt: Tensor | None,
-    offsets: Tensor | None,
-    dense: int,
-    total: int,
-    sequences: int,
-    segment_len: int,
-    decided: Tensor | None,
+    pieces: _Pieces,
     initial_state: Tensor | None,
     in_index: Tensor | None,
     bits: int,
     overlap: bool,
+    memo: dict[Any, Any] | None,
 ) -> None:
-    slots, heads = ht.shape[:2]
-    if slots * heads == 0 or sequences < 1 or (mt is None and not bits & flags.ENTERING):
+    if ht.shape[0] * ht.shape[1] == 0 or pieces.sequences < 1 or (mt is None and not bits & flags.ENTERING):
         return
+    call = None if memo is None else memo.get("chain")
+    if call is None:
+        call = _call(ht, mt, needs_mt, pieces, initial_state, in_index, bits)
+        if memo is not None:
+            memo["chain"] = call
+    grid, view, scalars = call
+    launch.kernel("chain").launch(
+        ht.device.index,
+        grid,
+        (_address(ht if mt is None else mt), *view),
+        *(_address(x) for x in (ht, out, needs_mt, pieces.offsets, pieces.decided, initial_state, in_index)),
+        *scalars,
+        overlap=overlap,
+    )
+
+
+def _call(
+    ht: Tensor,
+    mt: Tensor | None,
+    needs_mt: Tensor | None,
+    pieces: _Pieces,
+    initial_state: Tensor | None,
+    in_index: Tensor | None,
+    bits: int,
+) -> tuple[tuple[int, int, int], tuple[tuple[int, int], tuple[int, int]], tuple[int, ...]]:
+    """Grid, shape and strides of mt, and the scalars of a launch."""
+    slots, heads = ht.shape[:2]
     for given, bit in (
         (initial_state, flags.HAS_INITIAL),
         (in_index, flags.HAS_IN_INDEX),
         (mt, flags.HAS_MT),
         (None if mt is None else needs_mt, flags.HAS_NEEDS),
-        (decided, flags.CUT_ON_DEVICE),
+        (pieces.decided, flags.CUT_ON_DEVICE),
     ):
         bits |= 0 if given is None else bit
     if initial_state is not None and initial_state.dtype == torch.bfloat16:
@@ -191,24 +214,20 @@ def _launch(
     group = HEAD_DIM // ROWS
     groups = min(slots * heads, max(1, _multiprocessors(ht.device.index) // group))
     needs = (0, 0) if needs_mt is None else tuple(stride * needs_mt.element_size() for stride in needs_mt.stride())
-    launch.kernel("chain").launch(
-        ht.device.index,
-        (groups * group, 1, 1),
-        (_address(ht if mt is None else mt), (slots * heads * HEAD_DIM, HEAD_DIM), (HEAD_DIM, 1)),
-        *(_address(x) for x in (ht, out, needs_mt, offsets, decided, initial_state, in_index)),
+    scalars = (
         heads,
-        dense,
-        _words(offsets),
-        total,
-        sequences,
+        pieces.dense,
+        _words(pieces.offsets),
+        pieces.total,
+        pieces.sequences,
         slots,
-        segment_len,
+        pieces.segment_len,
         bits,
         0 if initial_state is None else initial_state.shape[0],
         *needs,
         0 if initial_state is None else initial_state.stride(0),
-        overlap=overlap,
     )
+    return (groups * group, 1, 1), ((slots * heads * HEAD_DIM, HEAD_DIM), (HEAD_DIM, 1)), scalars
 
 
 def _rows(cu_seqlens: Tensor | None, g: Tensor) -> int:

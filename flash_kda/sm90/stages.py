@@ -38,7 +38,7 @@ def refusal(
     final_state: Tensor | None,
     in_index: Tensor | None,
     out_index: Tensor | None,
-    memo: dict[str, Any],
+    memo: dict[Any, Any],
 ) -> str | None:
     """Why the kernels cannot take these tensors, or None.
 
@@ -67,7 +67,7 @@ def refusal(
     return reason
 
 
-def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[str, Any]) -> str | None:
+def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[Any, Any]) -> str | None:
     """Why :func:`state_summary` cannot take these tensors, or None. q is not looked at; memo as in :func:`refusal`."""
     reason: str | None
     if "summary_refusal" not in memo:
@@ -142,7 +142,7 @@ def forward(
     chunks: Tensor | None = None,
     entering: Tensor | None = None,
     overlap: bool = False,
-    memo: dict[str, Any] | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """Outputs of every sequence, and the states at their ends; see reference/stages.py.
 
@@ -254,7 +254,7 @@ def state_summary(
     num_chunks: Tensor | None = None,
     eps: float = EXIT_EPS,
     fill: bool = True,
-    memo: dict[str, Any] | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """Effect of segments on the state, ``h <- h mt^T + ht``; see reference/stages.py. Fills the outputs.
 
