@@ -11,11 +11,10 @@ from cases import random
 from sharded import Share, shares, work
 from test_ranks import broken
 
-import flash_kda
 from flash_kda.distributed import exchange as ways
 from flash_kda.distributed.ranks import Ranks
 
-ROOT = Path(flash_kda.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def measured(group, exchange, before=None):
