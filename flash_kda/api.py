@@ -610,7 +610,7 @@ def _choose_cut(
     if segment_len is None:
         processors = processor_count(inputs.v.device)
         return choose_cut(inputs.tokens, problem.num_sequences, inputs.v.shape[-2], processors, lengths)
-    if lengths is not None and max(lengths, default=0) <= segment_len:
+    if problem.num_sequences == 0 or (lengths is not None and max(lengths, default=0) <= segment_len):
         return None
     return Cut.every(segment_len, inputs.tokens)
 

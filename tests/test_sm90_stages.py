@@ -251,6 +251,12 @@ def test_short_sequences_are_not_cut(launches):
     assert not any(call["overlap"] for call in launches)
 
 
+def test_no_sequence_is_not_cut(launches, monkeypatch):
+    monkeypatch.setattr(validation, "readable", lambda _x: False)
+    fwd_cp(cases.random(64, 2), cu_seqlens=torch.tensor([0]), segment_len=16)
+    assert not launches
+
+
 def test_unseen_lengths_are_looked_at_on_the_device(launches, monkeypatch):
     monkeypatch.setattr(validation, "readable", lambda _x: False)
     monkeypatch.setattr(plan, "DECIDE_SHARE", 10.0)  # a look pays for itself only in larger calls than a test wants
