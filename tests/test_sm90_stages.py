@@ -11,7 +11,7 @@ import flash_kda
 from flash_kda import api, dispatch, validation
 from flash_kda.constants import EXIT_EPS
 from flash_kda.reference import Inputs
-from flash_kda.sm90 import launch, plan, small, stages
+from flash_kda.sm90 import cp, launch, plan, small, stages
 from flash_kda.sm90.kernels import flags
 from flash_kda.sm90.variants import VARIANTS
 
@@ -249,6 +249,17 @@ def test_short_sequences_are_not_cut(launches):
     fwd_cp(cases.random(128, 2), segment_len=128)
     assert [call["kernel"] for call in launches] == ["forward_split_v"] * 4
     assert not any(call["overlap"] for call in launches)
+
+
+def test_many_cuts_of_one_kind_of_call_are_forgotten_in_time(launches, monkeypatch):
+    monkeypatch.setattr(cp, "CUTS_KEPT", 3)
+    case = cases.random(400, 1)
+    for _ in range(2):
+        for segment_len in (48, 64, 80, 96, 112, 128):
+            launches.clear()
+            fwd_cp(case, segment_len=segment_len)
+            assert [call["seg_len"] for call in launches] == [segment_len] * 3
+            assert launches[0]["n_slots"] == 399 // segment_len
 
 
 def test_no_sequence_is_not_cut(launches, monkeypatch):

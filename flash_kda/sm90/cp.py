@@ -21,6 +21,10 @@ from . import small, stages
 from .plan import Cut
 
 
+CUTS_KEPT = 64
+"""Cuts that are remembered for each kind of call: lengths that the host knows may ask for many."""
+
+
 @dataclass(frozen=True)
 class Scan:
     """What the scan of each slot found: ``[M, H]`` of the slots of kernels/segments.py; unused slots hold anything.
@@ -67,7 +71,10 @@ def forward(
     """
     heads, device = inputs.v.shape[-2], out.device
     in_place = initial_state is not None and final_state is not None and _share(initial_state, final_state)
-    kept: dict[Any, Any] = {} if memo is None else memo.setdefault((cut, in_place, certify), {})
+    cuts: dict[Any, Any] = {} if memo is None else memo.setdefault("cuts", {})
+    if len(cuts) >= CUTS_KEPT:
+        cuts.clear()
+    kept = cuts.setdefault((cut, in_place, certify), {})
     workspace = torch.empty(2, cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
     slots, mt = workspace.unbind()
     needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
