@@ -20,7 +20,6 @@ from ..inputs import Inputs
 from . import small, stages
 from .plan import Cut
 
-
 CUTS_KEPT = 64
 """Cuts that are remembered for each kind of call: lengths that the host knows may ask for many."""
 
