@@ -291,16 +291,17 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
-    told_how = fixed_plan or segment_len is not None
-    cut_further = auto_cp and told_how and checkpoint_states is not None
+    cut_further = False
+    if auto_cp and checkpoint_states is not None and (fixed_plan or segment_len is not None):
+        cut_further = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu) is not None
     path = _choose(impl, problem, out, initial_state, final_state, cut_further)
     made = None
     if not auto_cp:
         _forward(problem, path, out, initial_state, final_state)
     elif path == "sm90":
-        cut = None
-        if checkpoint_states is None:
-            cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
+        cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
+        if checkpoint_states is not None:
+            cut = None  # the plan's own cuts give way to those of the checkpoints
         if cut is not None and certificate:
             cut = replace(cut, only_if_longer=0)  # a certificate names the pieces, so the host has to
         if cut is None:
@@ -584,7 +585,7 @@ def _summary(
         needs_mt=needs_mt,
         chunks=chunks,
         norm=norm,
-        num_chunks=None if num_chunks is None else num_chunks.to(torch.int32).contiguous(),
+        num_chunks=None if num_chunks is None else num_chunks.clamp(max=2**31 - 1).to(torch.int32).contiguous(),
         eps=eps,
     )
     if not return_info:

@@ -170,6 +170,13 @@ def test_an_empty_batch(launches):
     compare(flash_kda.fwd, cases.random(0, 2), torch.zeros(4, dtype=torch.int32), states, **options)
 
 
+def test_checkpoints_in_sequences_that_a_plan_leaves_whole_are_taken(launches):
+    saved = cases.nan_state(2, 2)
+    arguments = cases.random(64, 2).fwd(checkpoint_states=saved, checkpoint_every=32)
+    flash_kda.fwd_cp(**arguments, segment_len=1024, impl="sm90")
+    assert launches
+
+
 def test_checkpoints_in_cut_sequences_are_refused(launches):
     arguments = cases.random(100, 2).fwd(checkpoint_states=cases.nan_state(3, 2), checkpoint_every=32)
     with pytest.raises(NotImplementedError, match="no checkpoints in sequences"):

@@ -52,6 +52,14 @@ def test_unseen_lengths_are_cut_only_where_every_batch_can_afford_it(lengths, he
     assert max(lengths) >= plan.UNSEEN_LONGEST * cut.segment_len - 1 or len(lengths) == 1
 
 
+def test_padding_changes_nothing_where_lengths_are_known():
+    for heads in (4, 8, 16):
+        packed = plan.choose(8192, 1, heads, SMS, (8192,))
+        padded = plan.choose(8192 * 4, 1, heads, SMS, (8192,))
+        assert padded.segment_len == packed.segment_len
+        assert padded.num_slots == (4 * 8192 - 1) // padded.segment_len
+
+
 def test_one_long_sequence_among_short_ones_is_cut():
     for longest, heads in ((65536, 16), (262144, 16), (262144, 12)):
         lengths = (longest,) + (1024,) * 5

@@ -251,6 +251,54 @@ def test_short_sequences_are_not_cut(launches):
     assert not any(call["overlap"] for call in launches)
 
 
+@pytest.mark.parametrize("alias", ["same", "view", "dlpack", "none"])
+def test_states_in_place_wait_for_each_other(launches, alias):
+    """One CTA an item then, and zeroed marks: the last piece of a sequence stores where the first loads."""
+    case = cases.random(40 * 60, 8)
+    pool = cases.state(41, 8)
+    start = pool[:40]
+    others = {"same": start, "view": pool[:40], "dlpack": torch.from_dlpack(start), "none": cases.nan_state(40, 8)}
+    fwd_cp(
+        case,
+        cu_seqlens=torch.arange(41) * 60,
+        initial_state=start,
+        final_state=others[alias],
+        segment_len=32,
+    )
+    forward = launches[-1]
+    assert bool(forward["flags"] & flags.IN_PLACE) == (alias != "none")
+    assert (forward["taken_ptr"] != 0) == (alias != "none")
+    assert forward["n_items"] == (40 + 74) * 8
+    assert forward["grid"][0] == (forward["n_items"] if alias != "none" else 132)
+
+
+def test_forced_chunks_beyond_int32_are_all(launches):
+    case = cases.random(100, 1)
+    arguments = {name: getattr(case, name) for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound")}
+    kept = []
+    summary = stages.state_summary
+
+    def seen(*positional, num_chunks, **options):
+        kept.append(num_chunks)
+        summary(*positional, num_chunks=num_chunks, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "state_summary", seen)
+        flash_kda.state_only(**arguments, cu_seqlens=None, num_warmup_chunks=torch.tensor([[2**40]]), impl="sm90")
+    assert kept[0].item() == 2**31 - 1
+
+
+def test_an_empty_batch_needs_no_strides(launches):
+    case = cases.random(0, 2)
+    odd = torch.zeros(1, 0, 2, D + 2, dtype=torch.bfloat16)[..., :D]
+    bias = torch.zeros(D).expand(2, D)
+    fwd(replace(case, q=odd, dt_bias=bias), final_state=cases.nan_state(1, 2))
+    (call,) = launches
+    assert call["q_desc"][2] == (2 * D, D, 1)
+    assert call["dt_ptr"] == 0
+    assert not call["flags"] & flags.HAS_DT_BIAS
+
+
 def test_many_cuts_of_one_kind_of_call_are_forgotten_in_time(launches, monkeypatch):
     monkeypatch.setattr(cp, "CUTS_KEPT", 3)
     case = cases.random(400, 1)
@@ -271,7 +319,7 @@ def test_no_sequence_is_not_cut(launches, monkeypatch):
 def test_unseen_lengths_are_looked_at_on_the_device(launches, monkeypatch):
     monkeypatch.setattr(validation, "readable", lambda _x: False)
     monkeypatch.setattr(plan, "DECIDE_SHARE", 10.0)  # a look pays for itself only in larger calls than a test wants
-    plan.choose.cache_clear()
+    plan._remembered.cache_clear()
     case = cases.random(8192, 8)
     offsets = torch.tensor([0, 8000, *range(8008, 8192, 8), 8192])
     fwd_cp(case, cu_seqlens=offsets)
@@ -283,7 +331,7 @@ def test_unseen_lengths_are_looked_at_on_the_device(launches, monkeypatch):
     launches.clear()
     fwd_cp(case, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
     assert [call["kernel"] for call in launches] == ["summary", "chain", "forward"]
-    plan.choose.cache_clear()
+    plan._remembered.cache_clear()
 
 
 def test_state_only_is_one_launch(launches):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import views
 from ..constants import HEAD_DIM
 from ..inputs import Inputs
 from . import small, stages
@@ -69,7 +70,7 @@ def forward(
         The others as in :func:`.stages.forward`.
     """
     heads, device = inputs.v.shape[-2], out.device
-    in_place = initial_state is not None and final_state is not None and _share(initial_state, final_state)
+    in_place = initial_state is not None and final_state is not None and views.overlap(initial_state, final_state)
     cuts: dict[Any, Any] = {} if memo is None else memo.setdefault("cuts", {})
     if len(cuts) >= CUTS_KEPT:
         cuts.clear()
@@ -135,8 +136,3 @@ def forward(
         memo=kept,
     )
     return Scan(slots, needs_mt, chunks, norm, entering)
-
-
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one allocation."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -28,6 +28,8 @@ LAUNCH_US = 10.0
 """Microseconds that a cut call costs beyond a serial one however short and few the pieces are."""
 ITEM_US = 0.15
 """The same for each item that starts at once."""
+EMPTY_US = 3.0
+"""The same for each round of items, one a processor, that turn out to be empty (a guess)."""
 MARGIN = 0.97
 """A cut must be estimated to take less than this share of the serial time."""
 UNSEEN_PIECES = 4
@@ -36,6 +38,8 @@ UNSEEN_LONGEST = 3.5
 """Or, decided on the device, if the longest sequence has this many,"""
 DECIDE_SHARE = 17.0 / 0.03
 """and the call takes so many microseconds that a decision against it costs 3 %: it takes 17 us, with what then runs idle."""
+LENGTHS_KEPT = 64
+"""Most sequences of which a choice is remembered by their lengths."""
 DEVICE_SEQUENCES = 4096
 """Most sequences that the device looks through."""
 
@@ -61,11 +65,13 @@ class Cut:
         return Cut(segment_len, num_slots, only_if_longer) if num_slots else None
 
 
-@functools.lru_cache(maxsize=1024)
 def choose(
     total_tokens: int, num_sequences: int, num_heads: int, num_processors: int, lengths: tuple[int, ...] | None
 ) -> Cut | None:
     """The cut that is expected to be fastest whatever the gates are, or None to run serially.
+
+    Lengths that the host does not know are taken to add up to T_total: with padding behind the last sequence a cut may cost
+    more than it gains.
 
     Args:
         total_tokens: T_total.
@@ -74,6 +80,13 @@ def choose(
         num_processors: SMs.
         lengths: of the sequences, if the host knows them.
     """
+    remember = lengths is None or len(lengths) <= LENGTHS_KEPT
+    return (_remembered if remember else _choose)(total_tokens, num_sequences, num_heads, num_processors, lengths)
+
+
+def _choose(
+    total_tokens: int, num_sequences: int, num_heads: int, num_processors: int, lengths: tuple[int, ...] | None
+) -> Cut | None:
     room = num_processors // max(num_heads, 1)  # pieces that run side by side
     if room < 2 or not total_tokens or not num_sequences:
         return None
@@ -90,16 +103,22 @@ def choose(
         if 2 * num_sequences > room and num_sequences <= DEVICE_SEQUENCES and balanced >= DECIDE_SHARE:
             return Cut.every(segment_len, total_tokens, int(UNSEEN_LONGEST * segment_len))
         return None
-    if max(lengths) * num_processors <= total_tokens * num_heads:  # no sequence outlasts the others' work
+    covered = sum(lengths)
+    if max(lengths) * num_processors <= covered * num_heads:  # no sequence outlasts the others' work
         return None
     best, best_us = None, MARGIN * serial_us(lengths, num_heads, num_processors)
     floor = _shortest(max(lengths))
-    for segment_len in {max(_multiple(total_tokens / room), floor), max(_fitting(lengths, room), floor)}:
+    for segment_len in {max(_multiple(covered / room), floor), max(_fitting(lengths, room), floor)}:
         if max(lengths) > segment_len:
-            estimate = cut_us(lengths, segment_len, num_heads, num_processors)
+            # slots are counted by T_total, not by the hint, which a graph may outlive
+            empty = (total_tokens - covered) / segment_len * num_heads / num_processors
+            estimate = cut_us(lengths, segment_len, num_heads, num_processors) + EMPTY_US * empty
             if estimate < best_us:
                 best, best_us = Cut.every(segment_len, total_tokens), estimate
     return best
+
+
+_remembered = functools.lru_cache(maxsize=1024)(_choose)
 
 
 def slot_pieces(cu_seqlens: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:

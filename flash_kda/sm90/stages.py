@@ -7,7 +7,7 @@ fit. What depends on shapes, strides and dtypes alone is worked out once for eac
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -161,8 +161,10 @@ def forward(
         overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
-    if inputs.tokens == 0 and (final_state is None or final_state.numel() == 0):
-        return
+    if inputs.tokens == 0:
+        if final_state is None or final_state.numel() == 0:
+            return
+        inputs = replace(inputs, A_log=None, dt_bias=None)  # nobody needs them, and they may have any strides
     call: _Call | None = None if memo is None else memo.get("call")
     if call is None:
         num_slots = 0 if slots is None else slots.shape[0]
@@ -354,7 +356,8 @@ class _Call:
         # Two CTAs an item, each with half of V, repeat the preparation: worth it only for SMs that would idle.
         processors = _multiprocessors(out.device.index)
         split = 2 if 2 * items <= processors and probe is None else 1
-        ctas = items if tokens > LONG * segments else min(items, processors)
+        # A last piece may wait for its first (taken): with one CTA an item, started in their order, that one runs or has run.
+        ctas = items if taken is not None or tokens > LONG * segments else min(items, processors)
         bits = sum(
             bit
             for given, bit in (
@@ -449,10 +452,12 @@ class _Call:
 def _view(x: Tensor, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of ``x`` as ``[T, H, 128]``; axes that take no step get strides that a tensor map can hold."""
     heads, channels = x.shape[-2:]
+    if tokens == 0:
+        return (1, heads, channels), (heads * channels, channels, 1)
     token, head, channel = x.stride()[-3:]
     head = channels if heads == 1 else head
-    token = heads * head if tokens <= 1 else token
-    return (max(tokens, 1), heads, channels), (token, head, channel)
+    token = heads * head if tokens == 1 else token
+    return (tokens, heads, channels), (token, head, channel)
 
 
 @functools.cache
