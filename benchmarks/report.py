@@ -154,6 +154,9 @@ def on_gpus(suite: str, title: str, content: Content, also: str | None = None) -
 
     def table(rows: list[Row]) -> str:
         of_suite = [row for row in rows if row["suite"] in (suite, also) and row["gpu"] is not None]
+        # an older benchmark wrote rows without gates; later ones of the same implementation replace them
+        replaced = {row["impl"] for row in of_suite if row.get("gates")}
+        of_suite = [row for row in of_suite if row.get("gates") or row["impl"] not in replaced]
         blocks = []
         for gpu in sorted({row["gpu"] for row in of_suite if row["suite"] == suite}):
             here = Rows(row for row in of_suite if row["gpu"] == gpu)

@@ -15,7 +15,7 @@ from ..constants import HEAD_DIM
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
-from .stages import VECTOR, _multiprocessors
+from .stages import VECTOR, _multiprocessors, misaligned
 
 ROWS = 16
 """V rows of a state that a CTA of the chain carries. Measured: docs/measured.md."""
@@ -40,7 +40,7 @@ def warmup_refusal(inputs: Inputs, cu_seqlens: Tensor | None) -> str | None:
     for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias), ("cu_seqlens", cu_seqlens)):
         if parameter is not None and not parameter.is_contiguous():
             return f"{name} has strides {parameter.stride()}, the kernels need it contiguous"
-    return _misaligned(("g", g))
+    return misaligned(("g", g))
 
 
 def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def chain_refusal(initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, s
             f"initial_state has strides {initial_state.stride()}, the kernels need contiguous [H,V,K] slots, multiples of 4 "
             f"elements apart"
         )
-    return _misaligned(("ht", ht), ("mt", mt), ("initial_state", initial_state))
+    return misaligned(("ht", ht), ("mt", mt), ("initial_state", initial_state))
 
 
 def chain(
@@ -243,10 +243,3 @@ def _words(offsets: Tensor | None) -> int:
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _misaligned(*tensors: tuple[str, Tensor | None]) -> str | None:
-    for name, x in tensors:
-        if x is not None and x.data_ptr() & 15:
-            return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
-    return None

@@ -59,12 +59,9 @@ def refusal(
                 reason = f"{name} has stride {x.stride(0)}, the kernels need it contiguous"
         memo["refusal"] = reason
     reason = memo["refusal"]
-    if reason is None:
-        states = (("initial_state", initial_state), ("final_state", final_state))
-        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out), *states):
-            if x is not None and x.data_ptr() & 15:
-                return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
-    return reason
+    states = (("initial_state", initial_state), ("final_state", final_state))
+    tokens = (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out))
+    return reason or misaligned(*tokens, *states)
 
 
 def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[Any, Any]) -> str | None:
@@ -76,11 +73,7 @@ def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[Any, A
             reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
         memo["summary_refusal"] = reason
     reason = memo["summary_refusal"]
-    if reason is None:
-        for name, x in (("k", inputs.k), ("v", inputs.v), ("g", inputs.g)):
-            if x.data_ptr() & 15:
-                return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
-    return reason
+    return reason or misaligned(("k", inputs.k), ("v", inputs.v), ("g", inputs.g))
 
 
 def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> str | None:
@@ -447,6 +440,14 @@ class _Call:
                 inputs.lower_bound,
             ),
         )
+
+
+def misaligned(*tensors: tuple[str, Tensor | None]) -> str | None:
+    """Which of these tensors does not start at a multiple of 16 bytes, or None."""
+    for name, x in tensors:
+        if x is not None and x.data_ptr() & 15:
+            return f"{name} starts at address {x.data_ptr():#x}, the kernels need it 16-byte aligned"
+    return None
 
 
 def _view(x: Tensor, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
