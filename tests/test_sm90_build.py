@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -89,6 +90,26 @@ def test_build_depends_on_nothing_but_sources_and_variants(built, tmp_path, monk
     assert contents(out) == contents(built[0])
     assert os.environ["PTXAS_OPTIONS"] == "-O1"
     assert str(ROOT).encode() not in (built[0] / "scale.cubin").read_bytes()
+
+
+def sections(cubin):
+    """Name -> contents of the sections of a 64-bit ELF file."""
+    table, entries, names = struct.unpack_from("<Q", cubin, 0x28)[0], *struct.unpack_from("<HH", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * entry) for entry in range(entries)]
+    start = headers[names][4]
+    name = [cubin[start + header[0] :].split(b"\0", 1)[0].decode() for header in headers]
+    return dict(zip(name, (cubin[header[4] : header[4] + header[5]] for header in headers), strict=True))
+
+
+@needs_compiler
+def test_line_tables_leave_the_machine_code_as_it_is(built, tmp_path):
+    """What a tool reports by offset and line on the one holds for the other."""
+    build.build(tmp_path, [SCALE], line_info=True)
+    plain, lined = (sections((folder / "scale.cubin").read_bytes()) for folder in (built[0], tmp_path))
+    assert len(plain[".text.scale_tile"]) > 1000
+    assert plain[".text.scale_tile"] == lined[".text.scale_tile"]
+    assert ".debug_line" in lined
+    assert ".debug_line" not in plain
 
 
 @needs_compiler

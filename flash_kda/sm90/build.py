@@ -7,7 +7,7 @@ nvcc, no torch. It sees no tensor and launches nothing. Triton is imported when 
 
 The result depends on the sources, the variants and the compiler alone: environment variables that steer Triton or
 ptxas are hidden while compiling, nothing is read from Triton's cache, and line tables, which hold paths and triple the
-size, are left out (the machine code is the same with them).
+size, are left out unless asked for (the machine code is the same with them).
 
 The launch ABI that `launch` relies on is checked, not assumed. Triton passes a tensor descriptor as a 128-byte
 CUtensorMap, then its shape (int32 each) and strides (int64 each); pointers and scalars follow in order; two scratch
@@ -15,6 +15,7 @@ pointers, null here, come last. The parameter list of each kernel's PTX must say
 
     python -m flash_kda.sm90.build             compile into this tree
     python -m flash_kda.sm90.build --check     is every variant here, whole and within its limits?
+    python -m flash_kda.sm90.build --line-info --out DIR    for compute-sanitizer, nvdisasm and profilers
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def compiler_problem() -> str | None:
     return None
 
 
-def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1) -> dict[str, Any]:
+def build(
+    out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1, line_info: bool = False
+) -> dict[str, Any]:
     """Compile `variants` into `out_dir` and write the manifest there; what an earlier build left is removed.
 
     Args:
@@ -90,6 +93,7 @@ def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1) 
         variants: what to compile; kernel modules must be importable under their dotted names.
         jobs: compile this many variants at a time, in forked processes if more than one (so not from a process that
             runs threads); the result is the same.
+        line_info: keep the tables that map code to lines of source.
 
     Returns:
         The manifest as written. With no variants it lists no kernels, and Triton is not needed.
@@ -103,7 +107,7 @@ def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1) 
         raise BuildError(f"variant names must be unique, got {sorted(names)}; rename one in variants.py")
     if variants and (problem := compiler_problem()):
         raise BuildError(f"{problem}; install it: pip install triton=={TRITON_VERSION}")
-    with _pinned_environment():
+    with _pinned_environment(line_info):
         compiled = dict(zip(names, _compile_all(variants, jobs), strict=True))
         manifest = _manifest({name: result.entry for name, result in compiled.items()})
         manifest["compiler"]["ptxas"] = _ptxas_version() if variants else None
@@ -177,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help=f"without triton=={TRITON_VERSION}, write a manifest that lists no kernels and says why",
     )
+    parser.add_argument("--line-info", action="store_true", help="keep the tables that map code to lines of source")
     options = parser.parse_args(arguments)
     if options.check:
         path = options.out / MANIFEST
@@ -198,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     try:
-        manifest = build(options.out, VARIANTS, jobs=os.cpu_count() or 1)
+        manifest = build(options.out, VARIANTS, jobs=os.cpu_count() or 1, line_info=options.line_info)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -242,7 +247,7 @@ def _write(out_dir: Path, manifest: Mapping[str, Any], cubins: Mapping[str, byte
 
 
 @contextlib.contextmanager
-def _pinned_environment() -> Iterator[None]:
+def _pinned_environment(line_info: bool) -> Iterator[None]:
     """Hide every variable that could change the code; compile into a throw-away cache and keep ptxas's words."""
     saved = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="flash-kda-build-") as cache:
@@ -250,7 +255,8 @@ def _pinned_environment() -> Iterator[None]:
             for name in saved:
                 if name not in _ENVIRONMENT and not name.startswith("PYTHON"):
                     del os.environ[name]
-            os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DISABLE_LINE_INFO="1", TRITON_DUMP_PTXAS_LOG="1")
+            os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
+            os.environ["TRITON_DISABLE_LINE_INFO"] = "0" if line_info else "1"
             yield
         finally:
             os.environ.clear()
