@@ -5,8 +5,7 @@
     PYTHONPATH=. python benchmarks/races.py check DIR OUT [--sanitizer PATH ...]    run all, logs in OUT, then the report
     PYTHONPATH=. python benchmarks/races.py report DIR OUT                the report again
 
-`docs/measured.md`, "Races", says how to read it. A machine with a Hopper and Triton's pinned version (for its nvdisasm and
-cuobjdump) can do all of it.
+docs/measured.md, "Races", says how to read it. Triton's pinned version must be installed: nvdisasm and cuobjdump are its own.
 """
 
 from __future__ import annotations

@@ -83,9 +83,7 @@ def compiler_problem() -> str | None:
     return None
 
 
-def build(
-    out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1, line_info: bool = False
-) -> dict[str, Any]:
+def build(out_dir: Path, variants: Sequence[Variant] = VARIANTS, jobs: int = 1, line_info: bool = False) -> dict[str, Any]:
     """Compile `variants` into `out_dir` and write the manifest there; what an earlier build left is removed.
 
     Args:
