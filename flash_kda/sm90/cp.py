@@ -19,6 +19,7 @@ from .. import views
 from ..constants import HEAD_DIM
 from ..inputs import Inputs
 from . import small, stages
+from .kernels.flags import CHAINED
 from .plan import Cut
 
 CUTS_KEPT = 64
@@ -61,7 +62,7 @@ def forward(
 ) -> Scan:
     """Outputs of every sequence, and the states at their ends, as :func:`.stages.forward` gives them to rounding.
 
-    Allocates two states a slot and head, and a few bytes. Does not wait.
+    Allocates two states a slot and head, one more for every eighth slot, and a few bytes. Does not wait.
 
     Args:
         cut: where.
@@ -75,8 +76,10 @@ def forward(
     if len(cuts) >= CUTS_KEPT:
         cuts.clear()
     kept = cuts.setdefault((cut, in_place, certify), {})
-    workspace = torch.empty(2, cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
-    slots, mt = workspace.unbind()
+    # A certificate counts what the scans drop, and then that must be all: no chain begins anew.
+    anew = 0 if certify or cut.num_slots <= CHAINED else -(-cut.num_slots // CHAINED)
+    workspace = torch.empty(2 * cut.num_slots + anew, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
+    slots, mt, effects = workspace.split((cut.num_slots, cut.num_slots, anew))
     needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
     norm = norm.view(torch.float32)
     # of few bytes, and filled before the summary begins
@@ -101,6 +104,7 @@ def forward(
         decided=decided,
         eps=eps,
         fill=False,
+        effects=effects if anew else None,
         memo=kept,
     )
     small.chain(
@@ -114,6 +118,9 @@ def forward(
         decided=decided,
         initial_state=initial_state,
         in_index=in_index,
+        effects=effects if anew else None,
+        norm=norm,
+        eps=eps,
         overlap=True,
         memo=kept,
     )

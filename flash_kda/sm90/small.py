@@ -105,6 +105,9 @@ def chain(
     decided: Tensor | None = None,
     initial_state: Tensor | None = None,
     in_index: Tensor | None = None,
+    effects: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
     overlap: bool = False,
     memo: dict[Any, Any] | None = None,
 ) -> None:
@@ -123,13 +126,16 @@ def chain(
         segment_len, decided: every ``segment_len`` tokens a sequence is cut, as in :func:`.stages.forward`.
         initial_state: ``[N or pool, H, V, K]`` bf16 or fp32, or None for zeros.
         in_index: ``[N]`` int32, each sequence's row of ``initial_state``; out of range for zeros.
+        effects, norm, eps: what :func:`.stages.state_summary` made: begin anew every CHAINED slots where what came before
+            cannot matter. The loss is at most ``eps`` relative to the state before.
         overlap: the kernel before on the stream is the state summary; start beside its end.
         memo: of the kind of call, as in :func:`.stages.refusal`; what shapes and the presence of tensors decide.
     """
     sequences = tokens // max_len if cu_seqlens is None and max_len else 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     dense = max_len if cu_seqlens is None else -1
     pieces = _Pieces(cu_seqlens, dense, tokens, sequences, segment_len, decided)
-    _launch(slots, slots, mt, needs_mt, pieces, initial_state, in_index, 0, overlap, memo)
+    bits = 0 if effects is None else flags.HAS_EFFECTS
+    _launch(slots, slots, mt, needs_mt, pieces, initial_state, in_index, bits, overlap, memo, (effects, norm, eps))
 
 
 def entering_states(
@@ -171,6 +177,7 @@ def _launch(
     bits: int,
     overlap: bool,
     memo: dict[Any, Any] | None,
+    anew: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0),
 ) -> None:
     if ht.shape[0] * ht.shape[1] == 0 or pieces.sequences < 1 or (mt is None and not bits & flags.ENTERING):
         return
@@ -184,8 +191,12 @@ def _launch(
         ht.device.index,
         grid,
         (_address(ht if mt is None else mt), *view),
-        *(_address(x) for x in (ht, out, needs_mt, pieces.offsets, pieces.decided, initial_state, in_index)),
+        *(
+            _address(x)
+            for x in (ht, out, anew[0], needs_mt, anew[1], pieces.offsets, pieces.decided, initial_state, in_index)
+        ),
         *scalars,
+        anew[2],
         overlap=overlap,
     )
 

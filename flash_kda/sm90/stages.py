@@ -249,6 +249,7 @@ def state_summary(
     num_chunks: Tensor | None = None,
     eps: float = EXIT_EPS,
     fill: bool = True,
+    effects: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> None:
     """Effect of segments on the state, ``h <- h mt^T + ht``; see reference/stages.py. Fills the outputs.
@@ -270,8 +271,9 @@ def state_summary(
         num_chunks: ``[M, H]`` int32, replay this many trailing chunks (at most all) and test nothing.
         eps: the scan stops once ``||M||_F <= eps``; NaN never stops it.
         fill: rows without tokens get ht = 0 and mt = I, and exited ones mt = 0; otherwise they are left alone.
-        memo: of the kind of call, as in :func:`refusal`; the fields that the shapes above, ``fill`` and the presence of mt
-            and num_chunks decide.
+        effects: ``[M // CHAINED + 1, H, V, K]`` fp32, contiguous: also store the ht that a chain needs to begin anew.
+        memo: of the kind of call, as in :func:`refusal`; the fields that the shapes above, ``fill`` and the presence of mt,
+            num_chunks and effects decide.
     """
     if inputs.tokens == 0:
         needs_mt.fill_(1)
@@ -284,7 +286,9 @@ def state_summary(
         return
     call: _Call | None = None if memo is None else memo.get("summary")
     if call is None:
-        call = _Call.of_summary(inputs, cu_seqlens, max_len, num_slots, segment_len, decided, mt, num_chunks, fill)
+        call = _Call.of_summary(
+            inputs, cu_seqlens, max_len, num_slots, segment_len, decided, mt, num_chunks, fill, effects
+        )
         if memo is not None:
             memo["summary"] = call
     if call.grid == 0:
@@ -299,7 +303,7 @@ def state_summary(
         inputs.beta.data_ptr(),
         *(
             0 if x is None else x.data_ptr()
-            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, decided, num_chunks, ht, mt, needs_mt, chunks, norm)
+            for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, decided, num_chunks, ht, mt, effects, needs_mt, chunks, norm)
         ),
         *call.scalars,
         eps,
@@ -406,6 +410,7 @@ class _Call:
         mt: Tensor | None,
         num_chunks: Tensor | None,
         fill: bool,
+        effects: Tensor | None,
     ) -> _Call:
         tokens, heads = inputs.tokens, inputs.v.shape[-2]
         sequences = tokens // max_len if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -418,6 +423,7 @@ class _Call:
                 (mt is not None, flags.HAS_MT),
                 (num_chunks is not None, flags.HAS_NUM_CHUNKS),
                 (fill, flags.FILL),
+                (effects is not None, flags.HAS_EFFECTS),
             )
             if given
         )

@@ -133,7 +133,8 @@ _SUMMARY: dict[str, str] = {
         "cut_ptr": "*i32",
         "num_chunks_ptr": "*i32",
     },
-    **{"ht_ptr": "*fp32", "mt_ptr": "*fp32", "needs_mt_ptr": "*i32", "chunks_ptr": "*i32", "norm_ptr": "*fp32"},
+    **dict.fromkeys(("ht_ptr", "mt_ptr", "effects_ptr"), "*fp32"),
+    **{"needs_mt_ptr": "*i32", "chunks_ptr": "*i32", "norm_ptr": "*fp32"},
     **dict.fromkeys(("heads", "qk_group", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len", "flags"), "i32"),
     **{"beta_t": "i64", "beta_h": "i64", "lower_bound": "fp32", "eps": "fp32"},
 }
@@ -145,10 +146,10 @@ def _summary(name: str, **constexprs: int) -> Variant:
         module="flash_kda.sm90.kernels.summary",
         function="kda_summary",
         signature=_SUMMARY,
-        limits=Limits(registers=128, spill_bytes=16),  # two addresses of the norm test, which is not taken every step
+        limits=Limits(registers=128),
         constexprs=constexprs,
         num_warps=8,
-        aligned=("ht_ptr", "mt_ptr"),
+        aligned=("ht_ptr", "mt_ptr", "effects_ptr"),
     )
 
 
@@ -157,7 +158,9 @@ _CHAIN: dict[str, str] = {
     **{
         "ht_ptr": "*fp32",
         "out_ptr": "*fp32",
+        "effects_ptr": "*fp32",
         "needs_ptr": "*i8",
+        "norm_ptr": "*fp32",
         "map_ptr": "*i32",
         "cut_ptr": "*i32",
         "h0_ptr": "*fp32",
@@ -166,6 +169,7 @@ _CHAIN: dict[str, str] = {
     **dict.fromkeys(("heads", "seq_len", "map_words", "total", "n_seqs", "n_slots", "seg_len"), "i32"),
     **dict.fromkeys(("flags", "in_slots", "needs_slot", "needs_head"), "i32"),
     "h0_stride": "i64",
+    "eps": "fp32",
 }
 
 
@@ -178,7 +182,7 @@ def _chain(name: str, **constexprs: int) -> Variant:
         limits=Limits(registers=128, spill_bytes=192),
         constexprs=constexprs,
         num_warps=8,
-        aligned=("ht_ptr", "out_ptr", "h0_ptr"),
+        aligned=("ht_ptr", "out_ptr", "effects_ptr", "h0_ptr"),
     )
 
 
@@ -203,9 +207,9 @@ def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0),
-    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1),
-    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0),
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=0),
+    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=1),
+    _forward("forward_split_v", 4, CR=200, PR=104, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0),
     Variant(
         name="decide",
         module="flash_kda.sm90.kernels.decide",
@@ -216,7 +220,7 @@ VARIANTS: tuple[Variant, ...] = (
         },
         limits=Limits(registers=64),
     ),
-    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, TERMS=2),
+    _summary("summary", CR=192, PR=64, NP=7, SP=8, LAG=1),
     _chain("chain", ROWS=16, STAGES=3),
     _warmup("warmup", 4, 4),
     _warmup("warmup_16", 16, 16),

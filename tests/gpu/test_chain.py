@@ -43,16 +43,26 @@ def judge(ht, mt, needs, offsets, segment_len, start=None, index=None):
     return want
 
 
-def run(ht, mt, needs, offsets, segment_len, start=None, index=None, **options):
+def run(ht, mt, needs, offsets, segment_len, start=None, index=None, anew=None, **options):
     """`small.chain` on a copy, without a synchronisation."""
     states = ht.clone()
     cu = packed_offsets(*torch.tensor(offsets).diff().tolist(), **options).cuda()
+    more = {} if anew is None else dict(zip(("effects", "norm", "eps"), anew, strict=True))
     rows = None if index is None else torch.tensor(index, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         small.chain(
-            states, mt, needs, cu, tokens=offsets[-1], max_len=0, segment_len=segment_len, initial_state=start, in_index=rows
+            states,
+            mt,
+            needs,
+            cu,
+            tokens=offsets[-1],
+            max_len=0,
+            segment_len=segment_len,
+            initial_state=start,
+            in_index=rows,
+            **more,
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -113,6 +123,28 @@ def test_dense_rows():
     states = ht.clone()
     small.chain(states, mt, None, None, tokens=256, max_len=128, segment_len=32, initial_state=start)
     close(states, judge(ht, mt, torch.ones(7, 2, device="cuda"), [0, 128, 256], 32, start), ht)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_chains_begin_anew_where_they_may(short):
+    """Every eighth slot, if two transitions in a row keep less than eps; what came before then has no influence at all."""
+    offsets = [0, 32 * 3 + 1, 32 * 30 + 5]  # slots 0 to 2, and 3 to 29
+    ht, mt = effects(30, 3)
+    mt *= 1e-4 if short else 1.0
+    needs = needs_of("all", 30, 3)
+    start = torch.randn(2, 3, D, D, device="cuda")
+    norm = mt.norm(dim=(2, 3))
+    kept = torch.full((4, 3, D, D), torch.nan, device="cuda")
+    for slot in (10, 18, 26):
+        kept[slot // 8] = ht[slot]
+    eps = 2.0**-20
+    states = run(ht, mt, needs, offsets, 32, start, anew=(kept, norm, eps))
+    close(states, judge(ht, mt, needs, offsets, 32, start), ht, max(TOLERANCE, 4 * eps))
+    changed = ht.clone()
+    changed[4] += 1
+    again = run(changed, mt, needs, offsets, 32, start, anew=(kept, norm, eps))
+    assert torch.equal(states[11:], again[11:]) == short
+    assert not torch.equal(states[4:11], again[4:11])
 
 
 @pytest.mark.parametrize("slots", [300, 600])

@@ -72,7 +72,7 @@ def test_the_automatic_plan(problem):
     close(rel(final, want_final, 1), unit_final, "state")
 
 
-@pytest.mark.parametrize("fault", ["no chain", "no initial state", "slots in the wrong order", "everything exits"])
+@pytest.mark.parametrize("fault", ["no chain", "no initial state", "slots in the wrong order", "everything exits", "chains begin anew"])
 def test_what_a_fault_would_do(monkeypatch, fault):
     """The check above must be able to fail: without decay everything depends on what came before."""
     case = on_gpu(cases.make("no_decay", TOKENS, HEADS))
@@ -93,11 +93,17 @@ def test_what_a_fault_would_do(monkeypatch, fault):
             slots.copy_(slots.flip(0))
 
         monkeypatch.setattr(small, "chain", backwards)
+    elif fault == "chains begin anew":
+
+        def careless(*arguments, **options):
+            chain(*arguments, **options | {"norm": torch.zeros_like(options["norm"])})
+
+        monkeypatch.setattr(small, "chain", careless)
     else:
         monkeypatch.setattr(
             stages, "state_summary", lambda *arguments, **options: summary(*arguments, **options | {"eps": 1e9})
         )
-    out, _ = fwd_cp(case, start, segment_len=512)
+    out, _ = fwd_cp(case, start, segment_len=256)
     with pytest.raises(AssertionError):
         close(rel(out, want, 2), unit, "out")
 

@@ -25,6 +25,8 @@ SERIAL = 1.25
 """Times the error of the serial kernel's state, where that is larger: hard keys."""
 MT_BOUND = 1.5e-2
 """Of mt that has decayed: its error is of the order of earlier, larger M."""
+FLOOR = 1e-9
+"""||mt||_F below which nothing is promised: P is a multiple of 2^-38 there."""
 HARD_KEYS = ("collinear_keys", "nearly_collinear_keys")
 
 
@@ -124,7 +126,7 @@ def test_exit(name):
 def test_chained_states_are_the_serial_ones(name):
     """States at the cuts, chained in fp32, err hardly more than those of the serial kernel.
 
-    Where next to nothing is kept the serial kernel rounds twice (U and K~), the summary four times (also M and P).
+    Where next to nothing is kept the serial kernel rounds twice (R and K~), the summary also M.
     """
     case = on_gpu(cases.make(name, 2048, 4))
     cut, count = 256, 7
@@ -135,7 +137,7 @@ def test_chained_states_are_the_serial_ones(name):
         part = case.cut(0, cut * (j + 1))
         want = oracle(part, offsets(part.tokens), num_chunks=everything(1, 4)).ht
         ours, theirs = rel(states[j : j + 1], want, 1), rel(serial_state(part), want, 1)
-        most, mean = (1.3, 1.25) if name == "random_5" else (1.25, 1.1)
+        most, mean = (1.4, 1.25) if name == "random_5" else (1.25, 1.1)
         assert (ours <= most * theirs).all(), (ours, theirs)
         assert ours.mean() <= mean * theirs.mean(), (ours, theirs)
 
@@ -164,7 +166,8 @@ def test_ragged(dtype):
             assert torch.allclose(got.norm[n], torch.tensor(D**0.5, device="cuda"))
         else:
             assert (rel(got.ht[n : n + 1], want.ht[n : n + 1], 1) < BOUND).all(), length
-            assert (rel(got.mt[n : n + 1], want.mt[n : n + 1], 1) < BOUND).all(), length
+            error = (got.mt[n] - want.mt[n]).norm(dim=(1, 2))
+            assert (error < BOUND * want.norm[n] + FLOOR).all(), length
     alone = LENGTHS.index(200)
     begin = sum(LENGTHS[:alone])
     own = summary(case.cut(begin, begin + 200), num_chunks=everything(1, 3))
@@ -222,8 +225,8 @@ def test_forced_chunks(count):
     assert torch.equal(got.chunks, want.chunks)
     assert torch.equal(got.needs_mt == 0, want.exited)
     assert (rel(got.ht, want.ht, 1) < BOUND).all()
-    assert (rel(got.mt, want.mt, 1) < BOUND).all()
-    assert torch.allclose(got.norm.double(), want.norm, rtol=BOUND)
+    assert ((got.mt - want.mt).norm(dim=(2, 3)) < BOUND * want.norm + FLOOR).all()
+    assert torch.allclose(got.norm.double(), want.norm, rtol=BOUND, atol=FLOOR)
 
 
 def test_without_mt():

@@ -3,6 +3,9 @@
     slots     out is ht: each slot's ht becomes the state at the end of its piece (what `forward.py` reads)
     entering  out[s] is the state that enters segment s, out[s + 1] what its product makes
 
+Where it can, a chain also begins anew every CHAINED slots: if ||mt[s]|| ||mt[s - 1]|| <= eps, then h[s] is the same to eps
+whether h[s - 1] or ht[s - 1] enters it. So many pieces of few heads do not wait for each other.
+
 A slot whose mt does not matter (its scan exited, or nothing entered its sequence) cuts the chain: ht is its state, and its mt
 is not read. So the work is made of *runs* of products that begin behind such a slot, or at a sequence's first, and do not
 depend on each other. Every CTA finds the runs of all (slot, head) entries from the flags and offsets, 256 entries at a time,
@@ -43,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import flags as bits
 from .overlap import let_next_start, wait_for_previous
 from .prep import add, kept_here, scalar
-from .segments import offset, state_slot
+from .segments import CHAINED, offset, state_slot
 
 ENTRIES = gl.constexpr(256)  # looked at together
 PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -67,8 +70,11 @@ HAS_IN_INDEX = gl.constexpr(bits.HAS_IN_INDEX)
 HAS_MT = gl.constexpr(bits.HAS_MT)
 HAS_NEEDS = gl.constexpr(bits.HAS_NEEDS)
 ENTERING = gl.constexpr(bits.ENTERING)
+HAS_EFFECTS = gl.constexpr(bits.HAS_EFFECTS)
 
-# where the state that enters a product comes from: the product before, the slot before, nowhere, or (>= 0) a row of h0
+# where the state that enters a product comes from: the effect of the slot before alone, the product before, the slot before,
+# nowhere, or (>= 0) a row of h0
+ANEW = gl.constexpr(-4)
 CONTINUED = gl.constexpr(-3)
 SLOT_BEFORE = gl.constexpr(-2)
 
@@ -91,7 +97,16 @@ def needed(needs, slot, head, mask):
 
 
 @gluon.jit
-def runs(needs, layout, states, slot, head, inside):
+def anew(norms, slot, first, head, heads, flags, mask):
+    """Whether a chain may begin at these slots although the one before has a product: what that drops is below eps."""
+    norm_ptr, eps = norms
+    mask = mask & (slot > first) & ((slot - first) % CHAINED == 0) & ((flags & HAS_EFFECTS) != 0)
+    at = norm_ptr + slot * heads + head
+    return mask & (gl.load(at, mask=mask, other=1.0) * gl.load(at - heads, mask=mask, other=1.0) <= eps)
+
+
+@gluon.jit
+def runs(needs, norms, layout, states, slot, head, inside):
     """For each entry: whether a run starts there, 1 if with a product, and its sequence's first slot, products' end, h0 row."""
     needs_ptr, needs_slot, needs_head, heads, flags = needs
     map_ptr, seq_len, map_words, total, n_seqs, n_slots, seg_len = layout
@@ -126,7 +141,9 @@ def runs(needs, layout, states, slot, head, inside):
     given = initial >= 0
     before = before & (given | (slot - 1 != first)) & (slot != first)
     product = need & (given | (slot != first)) & (slot < last)
-    start = ((inside & (entering != 0)) | product) & (before == 0)
+    again = anew(norms, slot, first, head, heads, flags, product & before)
+    initial = gl.where(again, ANEW, initial)
+    start = ((inside & (entering != 0)) | product) & ((before == 0) | again)
     return start, product.to(gl.int32), first, last, initial
 
 
@@ -196,7 +213,7 @@ def put_product(mt_desc, smem, s, phase, slot, head, heads, source):
 
 
 @gluon.jit
-def producer(mt_desc, needs, layout, states, smem, GROUP: gl.constexpr, STAGES: gl.constexpr):
+def producer(mt_desc, needs, norms, layout, states, smem, GROUP: gl.constexpr, STAGES: gl.constexpr):
     """Fill stages run by run, then mark one stage for each partition as the end."""
     needs_ptr, needs_slot, needs_head, heads, flags = needs
     mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
@@ -210,7 +227,7 @@ def producer(mt_desc, needs, layout, states, smem, GROUP: gl.constexpr, STAGES: 
     for base in range(0, n_slots * heads, ENTRIES):
         entry = base + k
         start, product, firsts, lasts, initials = runs(
-            needs, layout, states, entry // heads, entry % heads, entry < n_slots * heads
+            needs, norms, layout, states, entry // heads, entry % heads, entry < n_slots * heads
         )
         rank = seen - 1 + gl.associative_scan(start.to(gl.int32), 0, add)
         seen += gl.sum(start.to(gl.int32), 0)
@@ -219,7 +236,7 @@ def producer(mt_desc, needs, layout, states, smem, GROUP: gl.constexpr, STAGES: 
             found, first, last, initial = gl.reduce((key, firsts, lasts, initials), 0, greater)
             slot = found // 2 // heads
             head = found // 2 % heads
-            source = gl.where(slot > first, SLOT_BEFORE, initial)
+            source = gl.where((slot > first) & (initial != ANEW), SLOT_BEFORE, initial)
             if found % 2 == 0:
                 put(smem, s, phase, 0, slot, head, source)
                 mbarrier.arrive(full.index(s), count=1)
@@ -231,7 +248,9 @@ def producer(mt_desc, needs, layout, states, smem, GROUP: gl.constexpr, STAGES: 
                 steps = mine * 0 + ENTRIES
                 while steps == ENTRIES:
                     ahead = slot + 1 + k
-                    steps = gl.min(gl.where(needed(needs, ahead, head, ahead < last), ENTRIES, k), 0)
+                    more = needed(needs, ahead, head, ahead < last)
+                    more = more & (anew(norms, ahead, first, head, heads, flags, more) == 0)
+                    steps = gl.min(gl.where(more, ENTRIES, k), 0)
                     for _ in range(steps):
                         slot += 1
                         put_product(mt_desc, smem, s, phase, slot, head, heads, CONTINUED)
@@ -262,12 +281,14 @@ def elements(slot, head, heads, ROWS: gl.constexpr, D_L: gl.constexpr):
 
 
 @gluon.jit
-def entering_state(ht, h0, slot, head, heads, source, flags, ROWS: gl.constexpr, D_L: gl.constexpr):
+def entering_state(ht, effects, h0, slot, head, heads, source, flags, ROWS: gl.constexpr, D_L: gl.constexpr):
     """The first state of a run, from the slot before, the sequence's initial state, or zeros."""
     h0_ptr, h0_stride = h0
     h = gl.zeros([128, ROWS], gl.float32, D_L)
     if source == SLOT_BEFORE:
         h = gl.load(ht + elements(slot - 1, head, heads, ROWS, D_L))
+    elif source == ANEW:
+        h = gl.load(effects + elements((slot - 1) // CHAINED, head, heads, ROWS, D_L))
     elif source >= 0:
         at = source.to(gl.int64) * (h0_stride // 4 * 4) + elements(head, head * 0, 1, ROWS, D_L)
         if (flags & INITIAL_BF16) != 0:
@@ -278,7 +299,7 @@ def entering_state(ht, h0, slot, head, heads, source, flags, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+def products(ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """Products WHICH, WHICH + 2, ... of the CTA."""
     mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
     D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
@@ -294,7 +315,7 @@ def products(ht_ptr, out_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS:
         source = scalar(meta_s.index(s).slice(3, 1))
         if source != CONTINUED:
             mbarrier.wait(handed, (WHICH + 1) % 2)
-            h = entering_state(ht_ptr, h0, slot, head, heads, source, flags, ROWS, D_L)
+            h = entering_state(ht_ptr, effects_ptr, h0, slot, head, heads, source, flags, ROWS, D_L)
             hand_on(h, hi_s, lo_s, ROWS)
             if shift != 0:
                 gl.store(out_ptr + elements(slot, head, heads, ROWS, D_L), h)
@@ -348,7 +369,9 @@ def kda_chain(
     mt_desc,
     ht_ptr,
     out_ptr,
+    effects_ptr,
     needs_ptr,
+    norm_ptr,
     map_ptr,
     cut_ptr,
     h0_ptr,
@@ -365,6 +388,7 @@ def kda_chain(
     needs_slot,
     needs_head,
     h0_stride,
+    eps,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -375,6 +399,8 @@ def kda_chain(
         ht_ptr, out_ptr: [n_slots, heads, 128 (V), 128 (K)] fp32; the same unless `flags` has ENTERING.
         needs_ptr: [n_slots, heads] bytes, not 0 where mt matters, needs_slot and needs_head apart; read if `flags` has
             HAS_NEEDS (else all do).
+        effects_ptr, norm_ptr, eps: ht of the slots behind which a chain may begin anew (summary.py), and [n_slots, heads] fp32
+            ||mt||_F; read if `flags` has HAS_EFFECTS.
         map_ptr: [n_seqs + 1] as 32-bit words map_words apart, token offsets in the terms of segments.py (`total` tokens,
             pieces of seg_len, seq_len >= 0 if dense). ENTERING: offsets of segments, total = n_slots, seg_len = 1.
         cut_ptr: one int32, read instead of seg_len if `flags` says so (decide.py).
@@ -404,13 +430,14 @@ def kda_chain(
     needs = (needs_ptr, needs_slot, needs_head, heads, flags)
     layout = (map_ptr, seq_len, map_words, total, n_seqs, n_slots, seg_len)
     h0 = (h0_ptr, h0_stride)
+    norms = (norm_ptr, eps)
     smem = (mt_s, meta_s, hi_s, lo_s, told, full, empty, handed)
     # Registers: 512 x 112 + 128 x 32 are the 640 x 96 that the CTA starts with.
     gl.warp_specialize(
         [
-            (products, (ht_ptr, out_ptr, h0, heads, flags, smem, 0, ROWS, STAGES)),
-            (products, (ht_ptr, out_ptr, h0, heads, flags, smem, 1, ROWS, STAGES)),
-            (producer, (mt_desc, needs, layout, (index_ptr, in_slots), smem, 128 // ROWS, STAGES)),
+            (products, (ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, 0, ROWS, STAGES)),
+            (products, (ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, 1, ROWS, STAGES)),
+            (producer, (mt_desc, needs, norms, layout, (index_ptr, in_slots), smem, 128 // ROWS, STAGES)),
         ],
         [8, 4],
         [112, 32],

@@ -1,4 +1,4 @@
-"""Bits of the kernels' ``flags`` arguments; plain numbers, shared by the kernels and their launcher."""
+"""Bits of the kernels' ``flags`` arguments, and another plain number that kernels and their launcher share."""
 
 HAS_INITIAL = 1
 INITIAL_BF16 = 2
@@ -15,3 +15,7 @@ HAS_NUM_CHUNKS = 2048
 HAS_NEEDS = 4096
 ENTERING = 8192
 IN_PLACE = 16384
+HAS_EFFECTS = 32768
+
+CHAINED = 8
+"""Pieces of a sequence after which a chain of states may begin anew (chain.py)."""

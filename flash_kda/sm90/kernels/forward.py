@@ -57,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import flags as bits
 from .overlap import wait_for_previous
-from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, kept_here, prep_warp, rcp, to_fp32
+from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, halves, kept_here, prep_warp, rcp, to_fp32
 from .segments import locate, scalar, state_slot
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
@@ -90,7 +90,7 @@ def producer_warp(
 ):
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     layout, heads, n_items, ctas_s, flags = work
-    tile_s, vec_s, z_s, rk_s, bars = smem
+    tile_s, vec_s, t_s, bars = smem
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
@@ -167,13 +167,13 @@ def producer_warp(
 
 
 @gluon.jit
-def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexpr, VSPLIT: gl.constexpr, PROBE: gl.constexpr):
+def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VSPLIT: gl.constexpr, PROBE: gl.constexpr):
     """The recurrence, 4 warps for each 64 V channels: P|O = St [W|Q]^T is one N = 64 product, then S and O take R.
 
     One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
     """
     layout, heads, n_items, ctas_s, flags = work
-    tile_s, vec_s, z_s, rk_s, bars = smem
+    tile_s, vec_s, t_s, bars = smem
     rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
     h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
@@ -182,21 +182,23 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 128, 16])
     R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 32, 16])
     PQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 64, 16])
-    A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
+    T_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 16, 16])
+    A_T: gl.constexpr = gl.DotOperandLayout(0, T_L, 2)
     A_P: gl.constexpr = gl.DotOperandLayout(0, PQ_L, 2)
     A_S: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     zero = gl.zeros([MV, 64], gl.float32, PQ_L)
-    zero32 = gl.zeros([MV, 32], gl.float32, R_L)
-    boxes = o_s._reinterpret(gl.bfloat16, [MV // 64, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    zero16 = gl.zeros([MV, 16], gl.float32, T_L)
+    boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
     vchan = 64 * (gl.program_id(0) % VSPLIT)  # first V channel of the CTA
     sv = gl.arange(0, MV, gl.SliceLayout(1, S_L))[:, None]
     sk = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
     s_off = (vchan + sv) * 128 + sk
-    ov = gl.arange(0, MV, gl.SliceLayout(1, R_L))[:, None]
-    ot = gl.arange(0, 32, gl.SliceLayout(0, R_L))[None, :]
+    ov = gl.arange(0, MV, gl.SliceLayout(1, T_L))[:, None]
+    ot = gl.arange(0, 16, gl.SliceLayout(0, T_L))[None, :]
     wait_for_previous()  # only these warps read what the chain writes; the others begin without it
     s = 0
     phase = 0
+    kept = -1  # the stage whose rows of q hold outputs that are on their way
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         head = item % heads
         begin, length, sequence, before, first = locate(item // heads, layout)
@@ -228,37 +230,57 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
             vec = vec_s.index(s)
             Sb = gl.convert_layout(S.to(gl.bfloat16), A_P, assert_trivial=True)
             PQ = warpgroup_mma(Sb, tile.slice(0, 64).permute([1, 0]), zero, use_acc=False, is_async=True)
-            S = S * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
+            S = S * vec.slice(128, 128).load(gl.SliceLayout(0, S_L))[None, :]
+            v = tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L)
             PQ = warpgroup_mma_wait(0, deps=(PQ,))
-            u = to_fp32(tile.slice(96, 32).slice(0, MV, dim=1).permute([1, 0]).load(R_L))
-            rq = vec.slice(448, 32).load(gl.SliceLayout(0, R_L))
-            P, O = gl.split(gl.permute(gl.reshape(PQ, [MV, 2, 32]), [0, 2, 1]))
-            P = gl.convert_layout(P, R_L, assert_trivial=True)
-            O = gl.convert_layout(O, R_L, assert_trivial=True)
-            R = (u - P).to(gl.bfloat16)
-            S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
-            OZ = warpgroup_mma(
-                gl.convert_layout(R, A_R, assert_trivial=True),
-                z_s.index(s).permute([1, 0]),
-                zero32,
-                use_acc=False,
-                is_async=True,
-            )
-            S, OZ = warpgroup_mma_wait(0, deps=(S, OZ))
+            v = to_fp32(v)
+            tma.store_wait(0)
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(gl.maximum(kept, 0)), count=1, pred=kept >= 0)
+            rk = vec.slice(480, 32).load(gl.SliceLayout(0, R_L))
+            P, O = halves(PQ, R_L)
+            X1, X2 = halves((v - P * rk[None, :]).to(gl.bfloat16), T_L)
+            X1 = gl.convert_layout(X1, A_T, assert_trivial=True)
+            X2 = gl.convert_layout(X2, A_T, assert_trivial=True)
+            R1 = warpgroup_mma(X1, t_s.index(6 * s).permute([1, 0]), zero16, use_acc=False, is_async=True)
+            R2 = warpgroup_mma(X1, t_s.index(6 * s + 1).permute([1, 0]), zero16, use_acc=False, is_async=True)
+            R2 = warpgroup_mma(X2, t_s.index(6 * s + 2).permute([1, 0]), R2, is_async=True)
+            row1 = vec.slice(384, 16).load(gl.SliceLayout(0, T_L))
+            row2 = vec.slice(400, 16).load(gl.SliceLayout(0, T_L))
+            R1, R2 = warpgroup_mma_wait(0, deps=(R1, R2))
+            R1 = (R1 * row1[None, :]).to(gl.bfloat16)
+            R2 = (R2 * row2[None, :]).to(gl.bfloat16)
+            S = warpgroup_mma(gl.convert_layout(R1, A_S, assert_trivial=True), tile.slice(64, 16), S, is_async=True)
+            S = warpgroup_mma(gl.convert_layout(R2, A_S, assert_trivial=True), tile.slice(80, 16), S, is_async=True)
+            R1 = gl.convert_layout(R1, A_T, assert_trivial=True)
+            R2 = gl.convert_layout(R2, A_T, assert_trivial=True)
+            Z1 = warpgroup_mma(R1, t_s.index(6 * s + 3).permute([1, 0]), zero16, use_acc=False, is_async=True)
+            Z2 = warpgroup_mma(R1, t_s.index(6 * s + 4).permute([1, 0]), zero16, use_acc=False, is_async=True)
+            Z2 = warpgroup_mma(R2, t_s.index(6 * s + 5).permute([1, 0]), Z2, is_async=True)
+            S, Z1, Z2 = warpgroup_mma_wait(0, deps=(S, Z1, Z2))
+            rq1 = vec.slice(448, 16).load(gl.SliceLayout(0, T_L))
+            rq2 = vec.slice(464, 16).load(gl.SliceLayout(0, T_L))
+            O1, O2 = halves(O, T_L)
+            O1 += Z1
+            O2 += Z2
             S = S * vec.slice(256, 128).load(gl.SliceLayout(0, S_L))[None, :]
-            mbarrier.arrive(empty.index(s), count=1)
-            out = ((O + OZ) * rq[None, :]).to(gl.bfloat16)
+            O1 = (O1 * rq1[None, :]).to(gl.bfloat16)
+            O2 = (O2 * rq2[None, :]).to(gl.bfloat16)
             token = begin + (length - left)
             if left >= 32:
-                tma.store_wait(0)
-                o_s.permute([1, 0]).store(out)
+                # through the rows of q, which every warp has read
+                o_s = tile.slice(32, 32).slice(0, MV, dim=1).permute([1, 0])
+                o_s.slice(0, 16, dim=1).store(O1)
+                o_s.slice(16, 16, dim=1).store(O2)
                 fence_async_shared()
                 for j in gl.static_range(MV // 64):
-                    tma.async_copy_shared_to_global(out_desc, [token, head, vchan + 64 * j], boxes.index(j))
+                    tma.async_copy_shared_to_global(out_desc, [token, head, vchan + 64 * j], boxes.index(8 * s + 4 * j + 1))
             else:
                 # rows past the end belong to someone else
-                row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
-                gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
+                row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan + ot * out_t + ov
+                gl.store(row, O1, mask=(ot < left) & (ov >= 0))
+                gl.store(row + 16 * out_t, O2, mask=(ot < left - 16) & (ov >= 0))
+            kept = s
             left -= 32
             s += 1
             if s == SP:
@@ -278,6 +300,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
                 else:
                     gl.store(ht_ptr + off + s_off, S)
     tma.store_wait(0)
+    if kept >= 0:
+        mbarrier.arrive(empty.index(kept), count=1)
 
 
 @gluon.jit(
@@ -382,9 +406,7 @@ def kda_forward(
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
-    z_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 32, 32], gl.NVMMASharedLayout(32, 16, 2))
-    rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [32, 128 // VSPLIT], TILE)
+    t_s = gl.allocate_shared_memory(gl.bfloat16, [6 * SP, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     # the stride of the loop over items, in shared memory lest it hold a register of every partition
     ctas_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -393,9 +415,7 @@ def kda_forward(
     half = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SP, 1], mbarrier.MBarrierLayout())
-    ZL: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     for j in gl.static_range(SP):
-        z_s.index(j).slice(0, 16).slice(16, 16, dim=1).store(gl.zeros([16, 16], gl.bfloat16, ZL))
         mbarrier.init(rfull.index(j), count=2)
         mbarrier.init(half.index(j), count=1)
         mbarrier.init(full.index(j), count=2)
@@ -407,7 +427,7 @@ def kda_forward(
     seg_s.store(gl.where(on_device, gl.load(cut_ptr + zero1, mask=(zero1 == 0) & on_device, other=0), seg_len + zero1))
     layout = (cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_s)
     work = (layout, heads, n_items, ctas_s, flags)
-    smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
+    smem = (tile_s, vec_s, t_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
@@ -416,15 +436,15 @@ def kda_forward(
     if VSPLIT == 1:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
+                (consumer, (work, smem, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+                (prep_warp, (smem, t_s, 0, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 1, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 2, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 3, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 4, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 5, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 6, NP, SP, LAG)),
             ],
             [1, 1, 1, 1, 1, 1, 1, 1],
             [PR, PR, PR, PR, PR, PR, PR, PR],
@@ -432,19 +452,19 @@ def kda_forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
+                (consumer, (work, smem, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
+                (prep_warp, (smem, t_s, 0, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 1, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 2, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 3, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 4, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 5, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 6, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 7, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 8, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 9, NP, SP, LAG)),
+                (prep_warp, (smem, t_s, 10, NP, SP, LAG)),
             ],
             [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
             [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],

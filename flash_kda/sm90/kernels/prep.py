@@ -18,6 +18,7 @@ L2_EPS = gl.constexpr(1e-6)
 # E carries 2^20: 16 tokens at lower_bound -5 span e^-80, so E is in 2^-96 .. 2^20 and 1/E in 2^-20 .. 2^96
 SHIFT = gl.constexpr(20.0)
 INV_SHIFT = gl.constexpr(2.0**-20)
+P_SCALE = gl.constexpr(2.0**14)  # of P in summary.py, so that fp16 holds it where M is near the exit; unscaled it is at most 2
 
 HAS_A_LOG = gl.constexpr(bits.HAS_A_LOG)
 HAS_DT_BIAS = gl.constexpr(bits.HAS_DT_BIAS)
@@ -88,6 +89,15 @@ def kept_here(x):
 
 
 @gluon.jit
+def warp_sync():
+    """Order what the lanes of a warp did in shared memory before and after it.
+
+    The compiler places such barriers, but not for shared memory that a noinline function is given.
+    """
+    gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def add(a, b):
     return a + b
 
@@ -128,12 +138,20 @@ def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True):
         # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
         fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
         rows.store(gl.where(row + (8 * (i % 2)).to(gl.float32) < valid, rows.load(L), fill))
+    warp_sync()
 
 
 @gluon.jit
 def transposed(x, L: gl.constexpr):
     """x^T in layout L, which must hold it in the same registers."""
     return gl.convert_layout(gl.permute(x, [1, 0]), L, assert_trivial=True)
+
+
+@gluon.jit
+def halves(x, L: gl.constexpr):
+    """Left and right half of the columns, in layout L, which must hold them in the same registers."""
+    left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
 
 
 @gluon.jit
@@ -155,6 +173,7 @@ def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr,
     total += gl.sum(lg, 0)
     E = ex2(G)
     kf = to_fp32(k)
+    warp_sync()
     kh.store((kf * E).to(gl.bfloat16))
     if Q:
         qh.store((to_fp32(q) * E).to(gl.bfloat16))
@@ -181,7 +200,7 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit
-def tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
+def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.constexpr = True):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -196,15 +215,15 @@ def tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.conste
     blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], TILE)
     STAGE: gl.constexpr = 32 if Q else 24  # blocks of a stage, and of a column panel
     PANEL: gl.constexpr = 16 if Q else 4
-    V_ROW: gl.constexpr = 96 if Q else 128  # of v, behind k
+    SMALL: gl.constexpr = 6 if Q else 3  # [16, 16] matrices of a stage
     row0 = STAGE * s + 2 * T
+    small0 = SMALL * s
     X_L: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [1, 1], [1, 0])
     vec_64 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 8, 64], VEC)
     vec_16 = vec_s._reinterpret(gl.float32, [vec_s.shape[0] * 32, 16], VEC)
     vec = vec_s.index(s)
     row_s = vec_16.index(32 * s + 24 + T)
-    if Q:
-        z_b = z_s._reinterpret(gl.bfloat16, [z_s.shape[0] * 4, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
+    rk_s = vec_16.index(32 * s + 30 + T)
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
         mask_tile(tile_s, row0, valid, two, Q)
@@ -218,134 +237,134 @@ def tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.conste
     # gate, cumulative sum and exponentials: a lane owns its channels of all 16 tokens, eight tokens at a time
     neg_rate = scalar(vec.slice(417, 1))
     inv_bound = scalar(vec.slice(418, 1))
-    gamma_scale = gl.where(T == 0, 1.0, 1.0 / INV_SHIFT)
     if not Q:
-        two = scalar(z_s)
+        two = scalar(loops_s) & 2
     for j in range(two):
         bias = vec_64.index(8 * s + j).load(gl.SliceLayout(0, X_L))[None, :]
         carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
-        if not Q:
-            two = scalar(z_s)
         for h in range(two):
             carry, total = gate_rows(blocks.index(row0 + PANEL * j + h), bias, neg_rate, inv_bound, carry, total, X_L, Q)
-        # gamma1, or gamma2 2^SHIFT; of a sum without SHIFT, whose rounding would bias slow decays over many tiles
-        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total) * gamma_scale)
+        # gamma, of a sum without SHIFT, whose rounding would bias slow decays over many tiles
+        vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total))
+    warp_sync()
     if not Q:
-        two = scalar(z_s)
+        two = scalar(loops_s) & 2
     A, Z = two_products(blocks, row0, row0, two, z16, A_L, B_L, Q)
     if Q:
-        z_b.index(4 * s + 3 * T).store(gl.where(rm >= cm, Z * (1.0 / INV_SHIFT), 0.0).to(gl.bfloat16))
+        t_s.index(small0 + 3 + 2 * T).store(gl.where(rm >= cm, Z, 0.0).to(gl.bfloat16))
         # here, not where Qn is begun: the gate does not wait for it
         vec_16.index(32 * s + 28 + T).store(gl.rsqrt(gl.reduce(Qn, 1, either) + L2_EPS) * scalar(vec.slice(419, 1)))
     rk = gl.rsqrt(gl.sum(gl.where(rm == cm, A, 0.0), 1) + L2_EPS)
-    rk_s.store(rk)
-    rkc = rk_s.load(gl.SliceLayout(0, M2))
+    rk_s.store(rk * INV_SHIFT)
     beta = row_s.load(gl.SliceLayout(1, M2))
     beta_col = row_s.load(gl.SliceLayout(0, M2))
+    warp_sync()
+    rkc = rk_s.load(gl.SliceLayout(0, M2)) * (1.0 / INV_SHIFT)
     # The inverse T = (I - N)^-1 by block substitution 1 -> 2 -> 4 -> 8 -> 16: bounded blocks, fp32 accumulation. An
     # accumulator is an A operand as it stands and its transpose a B operand, so T is kept together with its transpose.
     N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
+    row_s.store(beta * rk * (1.0 / INV_SHIFT))
     Nt = gl.convert_layout(gl.permute(N, [1, 0]), M2)
-    NB = transposed(Nt.to(gl.bfloat16), B_L)
+    # fp16 where nothing can leave its range (no entry of T or N exceeds the write strength): T then errs little more than fp32's
+    TYPE: gl.constexpr = t_s.dtype
+    NB = transposed(Nt.to(TYPE), B_L)
     x = rm ^ cm
     xb = gl.arange(0, 16, gl.SliceLayout(1, B_L))[:, None] ^ gl.arange(0, 16, gl.SliceLayout(0, B_L))[None, :]
     inv = gl.where(x == 0, 1.0, gl.where(x == 1, N, 0.0))
     inv_t = gl.where(x == 0, 1.0, gl.where(x == 1, Nt, 0.0))
-    zb = gl.zeros([16, 16], gl.bfloat16, B_L)
+    zb = gl.zeros([16, 16], TYPE, B_L)
     for l in gl.static_range(1, 4):
-        ib = inv.to(gl.bfloat16)
-        itb = inv_t.to(gl.bfloat16)
-        Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16).to(gl.bfloat16)
+        ib = inv.to(TYPE)
+        itb = inv_t.to(TYPE)
+        Y = mma_v2(gl.convert_layout(ib, A_L), gl.where((xb >> l) == 1, NB, zb), z16).to(TYPE)
         inv = mma_v2(gl.convert_layout(Y, A_L), transposed(itb, B_L), inv)
         if l < 3:
             inv_t = mma_v2(gl.convert_layout(itb, A_L), transposed(Y, B_L), inv_t)
-    # T has a unit diagonal, so U takes it before beta / |k|, its row factor: bf16 rounds only what is off the diagonal
-    row = beta * rk
-    TU = gl.convert_layout(inv.to(gl.bfloat16), A_L)
-    TW = gl.convert_layout((inv * row[:, None] * (rkc * INV_SHIFT)[None, :]).to(gl.bfloat16), A_L)
-    CU = gl.zeros([16, 16], gl.bfloat16, A_L)
-    CW = CU
+    # T has a unit diagonal: rounding changes only what is off it. The factors of rows and columns stay in fp32, with the
+    # consumers.
+    TT = inv.to(TYPE)
+    t_s.index(small0 + 2 * T).store(TT)
     if T == 1:
         mbarrier.wait(half, phase)
         L21, Z21 = two_products(blocks, row0, STAGE * s, two, z16, A_L, B_L, Q)
         if Q:
-            z_b.index(4 * s + 1).store((Z21 * (1.0 / INV_SHIFT)).to(gl.bfloat16))
-        C = mma_v2(TU, gl.convert_layout((L21 * (-rk)[:, None]).to(gl.bfloat16), B_L), z16)
-        CU = gl.convert_layout(C.to(gl.bfloat16), A_L)
-        CW = gl.convert_layout((C * row[:, None]).to(gl.bfloat16), A_L)
-    zero = gl.zeros([16, 64], gl.float32, M2)
+            t_s.index(small0 + 4).store(Z21.to(gl.bfloat16))
+        row1 = vec_16.index(32 * s + 24).load(gl.SliceLayout(0, M2)) * INV_SHIFT
+        C = (L21 * (-rk)[:, None] * row1[None, :]).to(TYPE)
+        C = mma_v2(gl.convert_layout(TT, A_L), gl.convert_layout(C, B_L), z16).to(TYPE)
+        C = mma_v2(gl.convert_layout(C, A_L), t_s.index(small0).load(B_L), z16)
+        t_s.index(small0 + 1).store(C.to(TYPE))
+    warp_sync()
     if not Q:
-        two = scalar(z_s)
+        two = scalar(loops_s) & 2
     for j in range(two):
-        panel = blocks.index(row0 + PANEL * j)._reinterpret(gl.bfloat16, [128 if Q else 256, 64], TILE)
-        tile1 = blocks.index(STAGE * s + PANEL * j)._reinterpret(gl.bfloat16, [128 if Q else 256, 64], TILE)
-        # m of the first tile becomes Kr1, z of the second Q; the second tile's m meets the state before its own decay
-        # does, and needs no factor
-        gamma1 = vec_64.index(8 * s + 2 + j)
-        f = gamma1.load(gl.SliceLayout(0, X_L))
-        if T == 1:
-            vec_64.index(8 * s + j).store(f * INV_SHIFT)
-        if Q or T == 0:
-            hi, lo = split_bf16(f[None, :].broadcast_to([8, 64]))
-            for h in gl.static_range(2):
-                rows = (
-                    blocks.index(STAGE * s + PANEL * j + 8 - 2 * T + h)._reinterpret(gl.bfloat16, [128, 64], TILE).slice(0, 8)
-                )
-                rows.store(mul_split(rows.load(X_L), hi, lo))
-        kj = panel.slice(0, 16)
-        W = mma_v2(TW, kj.load(B_L), zero)
-        if T == 1:
-            W = W * gamma1.load(gl.SliceLayout(0, M2))[None, :]
-            W = mma_v2(CW, tile1.slice(0, 16).load(B_L), W)
-        kj.store(W.to(gl.bfloat16))
-        if 64 * j < VC:
-            vj = panel.slice(V_ROW, 16)
-            U = mma_v2(TU, vj.load(B_L), zero)
-            if T == 1:
-                U = mma_v2(CU, tile1.slice(V_ROW, 16).load(B_L), U)
-            vj.store((U * row[:, None]).to(gl.bfloat16))
+        # m of the first tile becomes Kr1, z of the second Q, d of the second meets the state before the first one's decay;
+        # the second tile's m meets it before its own decay does, and needs no factor
+        hi, lo = split_bf16(vec_64.index(8 * s + 2 + j).load(gl.SliceLayout(0, X_L))[None, :].broadcast_to([8, 64]))
+        for h in gl.static_range(2):
+            scale_rows(blocks.index(STAGE * s + PANEL * j + 8 - 6 * T + h), hi, lo, X_L)
+            if not Q:
+                # d of normalised keys: M and H can then take one and the same rounding of P
+                f = rk_s.slice(8 * h, 8).load(gl.SliceLayout(1, X_L)) * (1.0 / P_SCALE)
+                rhi, rlo = split_bf16(f[:, None].broadcast_to([8, 64]))
+                warp_sync()
+                scale_rows(blocks.index(row0 + PANEL * j + h), rhi, rlo, X_L)
+            elif T == 1:
+                scale_rows(blocks.index(STAGE * s + PANEL * j + 6 + h), hi, lo, X_L)
+
+
+@gluon.jit
+def scale_rows(block, hi, lo, X_L: gl.constexpr):
+    """Eight rows times a factor for each column, in place."""
+    rows = block._reinterpret(gl.bfloat16, [128, 64], gl.NVMMASharedLayout(128, 16, 2)).slice(0, 8)
+    x = rows.load(X_L)
+    warp_sync()
+    rows.store(mul_split(x, hi, lo))
 
 
 @gluon.jit(noinline=True)
-def prep_tile(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC: gl.constexpr, Q: gl.constexpr = True):
-    """`tile_factors` as a function of its own."""
-    tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC, Q)
-
-
-@gluon.jit(noinline=True)
-def skip_tile(tile_s, vec_s, half, s, phase, two, Q: gl.constexpr = True):
-    """What the consumers need of a second tile without tokens: W, U and m of zeros, and the first tile's decay.
+def skip_tile(tile_s, vec_s, t_s, s, two, Q: gl.constexpr = True):
+    """What the consumers need of a second tile without tokens: k, v, m and matrices of zeros, no decay.
 
     Z, Q and 1/|q| only reach outputs that nobody stores.
     """
     V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0])
     mask_tile(tile_s, (32 if Q else 24) * s + 2, 0.0, two, Q)
     vec = vec_s.index(s)
-    mbarrier.wait(half, phase)
-    vec.slice(0, 128).store(vec.slice(128, 128).load(V) * INV_SHIFT)
-    vec.slice(256, 128).store(gl.full([128], 1.0 / INV_SHIFT, gl.float32, V))
+    zero = gl.zeros([16], gl.float32, V1)
+    vec.slice(400, 16).store(zero)
+    vec.slice(496, 16).store(zero)
+    vec.slice(256, 128).store(gl.full([128], 1.0, gl.float32, V))
+    for i in range(two):
+        t_s.index((6 if Q else 3) * s + 1 + i).store(gl.zeros([16, 16], t_s.dtype, L))
 
 
 @gluon.jit(noinline=True)
-def prep_turn(tile_s, vec_s, z_s, rk_s, rfull, half, s, T, phase, two, VC: gl.constexpr):
+def prep_turn(tile_s, vec_s, t_s, loops_s, rfull, half, s, T, phase, two, Q: gl.constexpr = True):
     """Wait for stage s and do its tile T, if it has tokens: all that need not stand in the code of every warp."""
     mbarrier.wait(rfull, phase)
     left = scalar(vec_s.index(s).slice(416, 1))
+    if not Q:  # noqa: SIM102  (a constant)
+        if scalar(loops_s) == 0:
+            left = -1.0
     if left > 16.0 * T:
-        tile_factors(tile_s, vec_s, z_s, rk_s, half, s, T, phase, two, VC)
+        tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q)
     elif left > 0.0:
-        skip_tile(tile_s, vec_s, half, s, phase, two)
+        skip_tile(tile_s, vec_s, t_s, s, two, Q)
     fence_async_shared()
+    warp_sync()
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLIT: gl.constexpr, LAG: gl.constexpr):
+def prep_warp(smem, loops_s, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, Q: gl.constexpr = True):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
 
     The lag is there so that a second tile seldom has to wait for its first. NP is odd: first and second tiles alternate.
     """
-    tile_s, vec_s, z_s, rk_s, bars = smem
+    tile_s, vec_s, t_s, bars = smem
     rfull, half, full, empty = bars
     two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
     FIRST: gl.constexpr = WID + NP if WID % 2 == 1 and WID // 2 < LAG else WID
@@ -354,7 +373,7 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, VSPLI
     phase = two - 2
     left = 1.0
     while left > 0.0:
-        prep_turn(tile_s, vec_s, z_s, rk_s.index(WID), rfull.index(s), half.index(s), s, T, phase, two, 128 // VSPLIT)
+        prep_turn(tile_s, vec_s, t_s, loops_s, rfull.index(s), half.index(s), s, T, phase, two, Q)
         left = scalar(vec_s.index(s).slice(416, 1))
         # Arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first. At the
         # end mark they meet nobody.

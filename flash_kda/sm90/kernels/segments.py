@@ -11,6 +11,11 @@ Item numbers: the slots come first, then the last piece of each sequence. Uncut 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import flags
+
+
+CHAINED = gl.constexpr(flags.CHAINED)
+
 
 @gluon.jit
 def offset(cu_ptr, sequence, seq_len, cu_words, t_total):

@@ -45,23 +45,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import flags as bits
 from .overlap import let_next_start
-from .prep import LOG2E, ex2, gate_slope, kept_here, prep_tile, rcp, skip_tile
-from .segments import locate, scalar
+from .prep import LOG2E, P_SCALE, ex2, gate_slope, halves, kept_here, prep_warp, rcp
+from .segments import CHAINED, locate, scalar
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+FINE = gl.constexpr(128)  # tokens of a segment up to which P is taken in two fp16 terms: the shorter, the longer the chains
 NORM_SCALE = gl.constexpr(2.0**32)  # of M before it is squared: entries down to 2^-95 count
 
 CUT_ON_DEVICE = gl.constexpr(bits.CUT_ON_DEVICE)
 HAS_MT = gl.constexpr(bits.HAS_MT)
 FILL = gl.constexpr(bits.FILL)
 HAS_NUM_CHUNKS = gl.constexpr(bits.HAS_NUM_CHUNKS)
+HAS_EFFECTS = gl.constexpr(bits.HAS_EFFECTS)
 
 
 @gluon.jit
 def extent(work):
-    """-> first token to replay, tokens to replay, tokens of the segment, head of this CTA's item."""
+    """-> first token to replay, tokens to replay, tokens of the segment, head of this CTA's item, pieces before it."""
     layout, heads, flags, num_chunks_ptr = work
     cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_s = layout
     item = gl.program_id(0)
@@ -74,14 +76,15 @@ def extent(work):
         chunks = (length + 15) // 16
         kept = length - 16 * (chunks - gl.maximum(gl.minimum(gl.load(num_chunks_ptr + item), chunks), 0))
         kept = gl.maximum(kept, 0)
-    return begin + (length - kept), kept, length, item % heads
+    return begin + (length - kept), kept, length, item % heads, item // heads - first
 
 
 @gluon.jit
-def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
+def producer_warp(work, smem, words, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
     """Fill stages with steps, last to first, until all are issued or the consumers stop; then mark the end for prep."""
     layout, heads, flags, num_chunks_ptr = work
-    tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
+    tile_s, vec_s, t_s, bars = smem
+    loops_s, norm_s = words
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group = params
     # the tiles as the six [32, 64] swizzled boxes a stage that TMA writes
@@ -92,7 +95,7 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     ch = gl.arange(0, 128, V4)
     field = gl.arange(0, 4, V1)
     inv_bound = 1.0 / (gl.minimum(kept_here(lower_bound), -1e-30) * LOG2E)
-    begin, kept, length, head = extent(work)
+    begin, kept, length, head, piece = extent(work)
     qk_head = head // qk_group
     neg_rate = 0.0
     bias = gl.zeros([128], gl.float32, V4)
@@ -169,37 +172,6 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
-    """Turns as those of prep.prep_warp; after a stop tiles are passed on as they are."""
-    tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
-    rfull, half, full, empty = bars
-    two = 2 + (gl.program_id(0) >> 30)  # 2, but the compiler cannot know and unroll
-    FIRST: gl.constexpr = WID + NP if WID % 2 == 1 and WID // 2 < LAG else WID
-    T = FIRST % 2 + (two - 2)
-    s = FIRST // 2 - LAG * (FIRST % 2) + (two - 2)
-    phase = two - 2
-    mbarrier.wait(rfull.index(s), phase)
-    left = scalar(vec_s.index(s).slice(416, 1))
-    while left > 0.0:
-        if scalar(loops_s) != 0:
-            if left > 16.0 * T:
-                prep_tile(tile_s, vec_s, loops_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128, False)
-            else:
-                skip_tile(tile_s, vec_s, half.index(s), s, phase, two, False)
-        fence_async_shared()
-        if T == 0:
-            mbarrier.arrive(half.index(s), count=1)
-        mbarrier.arrive(full.index(s), count=1)
-        s += gl.where(T == 0, NP // 2 - LAG, NP // 2 + 1 + LAG)
-        T ^= 1
-        if s >= SP:
-            s -= SP
-            phase ^= 1
-        mbarrier.wait(rfull.index(s), phase)
-        left = scalar(vec_s.index(s).slice(416, 1))
-
-
-@gluon.jit
 def quarter(M, c: gl.constexpr, L: gl.constexpr):
     """bf16 columns 32 c .. 32 c + 31 of M, in layout L, which must hold them in the same registers."""
     a, b = gl.split(gl.permute(gl.reshape(M.to(gl.bfloat16), [128, 2, 64]), [0, 2, 1]))
@@ -212,24 +184,29 @@ def quarter(M, c: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr):
+def consumer(work, smem, words, outputs, SP: gl.constexpr):
     """The scan, 16 rows of M and H a warp."""
     layout, heads, flags, num_chunks_ptr = work
-    tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
+    tile_s, vec_s, t_s, bars = smem
+    loops_s, norm_s = words
     rfull, half, full, empty = bars
-    ht_ptr, mt_ptr, needs_mt_ptr, chunks_ptr, norm_ptr = outputs
+    ht_ptr, mt_ptr, effects_ptr, needs_mt_ptr, chunks_ptr, norm_ptr = outputs
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16])
     P_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     A_M: gl.constexpr = gl.DotOperandLayout(0, P_L, 2)
+    T_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 16, 16])
+    A_T: gl.constexpr = gl.DotOperandLayout(0, T_L, 2)
     A_P: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     row = gl.arange(0, 128, gl.SliceLayout(1, S_L))[:, None]
     col = gl.arange(0, 128, gl.SliceLayout(0, S_L))[None, :]
     zero = gl.zeros([128, 32], gl.float32, P_L)
+    zero16 = gl.zeros([128, 16], gl.float32, T_L)
     M = gl.where(row == col, 1.0, 0.0)
     H = gl.zeros([128, 128], gl.float32, S_L)
-    begin, kept, length, head = extent(work)
+    begin, kept, length, head, piece = extent(work)
     remaining = (kept + 31) // 32
+    fine = length <= FINE
     norm_s.store(gl.full([1], 128.0 * NORM_SCALE * NORM_SCALE, gl.float32, V1))
     s = 0
     phase = 0
@@ -245,15 +222,33 @@ def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr):
             P = warpgroup_mma(A, B, P, use_acc=c > 0, is_async=True)
             if c < 3:
                 P, M = warpgroup_mma_wait(0, deps=(P, M))
-        M = M * vec.slice(0, 128).load(gl.SliceLayout(0, S_L))[None, :]
-        P = warpgroup_mma_wait(0, deps=(P,))
-        hi = (-P).to(gl.bfloat16)
-        lo = gl.convert_layout((-P - hi.to(gl.float32)).to(gl.bfloat16), A_P, assert_trivial=True)
-        hi = gl.convert_layout(hi, A_P, assert_trivial=True)
-        M = warpgroup_mma(hi, tile_s.index(3 * s), M, is_async=True)
-        H = warpgroup_mma(hi, tile_s.index(3 * s + 2), H, is_async=True)
-        if TERMS == 2:
-            H = warpgroup_mma(lo, tile_s.index(3 * s + 2), H, is_async=True)
+        M = M * vec.slice(128, 128).load(gl.SliceLayout(0, S_L))[None, :]
+        P = warpgroup_mma_wait(0, deps=(P,)) * (vec.slice(384, 32).load(gl.SliceLayout(0, P_L)) * -P_SCALE)[None, :]
+        P1, P2 = halves(P.to(gl.float16), T_L)
+        P1 = gl.convert_layout(P1, A_T, assert_trivial=True)
+        P2 = gl.convert_layout(P2, A_T, assert_trivial=True)
+        Y1 = zero16
+        Y2 = zero16
+        if fine:
+            lo1, lo2 = halves((P - P.to(gl.float16).to(gl.float32)).to(gl.float16), T_L)
+            lo1 = gl.convert_layout(lo1, A_T, assert_trivial=True)
+            lo2 = gl.convert_layout(lo2, A_T, assert_trivial=True)
+            Y1 = warpgroup_mma(lo1, t_s.index(3 * s), Y1, is_async=True)
+            Y1 = warpgroup_mma(lo2, t_s.index(3 * s + 1), Y1, is_async=True)
+            Y2 = warpgroup_mma(lo2, t_s.index(3 * s + 2), Y2, is_async=True)
+            Y1, Y2 = warpgroup_mma_wait(0, deps=(Y1, Y2))
+        Y1 = warpgroup_mma(P1, t_s.index(3 * s), Y1, is_async=True)
+        Y1 = warpgroup_mma(P2, t_s.index(3 * s + 1), Y1, is_async=True)
+        Y2 = warpgroup_mma(P2, t_s.index(3 * s + 2), Y2, is_async=True)
+        Y1, Y2 = warpgroup_mma_wait(0, deps=(Y1, Y2))
+        d = tile_s.index(3 * s)
+        v = tile_s.index(3 * s + 2)
+        Y1 = gl.convert_layout(Y1.to(gl.bfloat16), A_P, assert_trivial=True)
+        Y2 = gl.convert_layout(Y2.to(gl.bfloat16), A_P, assert_trivial=True)
+        M = warpgroup_mma(Y1, d.slice(0, 16), M, is_async=True)
+        M = warpgroup_mma(Y2, d.slice(16, 16), M, is_async=True)
+        H = warpgroup_mma(Y1, v.slice(0, 16), H, is_async=True)
+        H = warpgroup_mma(Y2, v.slice(16, 16), H, is_async=True)
         M, H = warpgroup_mma_wait(0, deps=(M, H))
         bound = scalar(vec.slice(420, 1))
         mbarrier.arrive(empty.index(s), count=1)
@@ -270,13 +265,16 @@ def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr):
     loops_s.store(gl.full([1], 0, gl.int32, V1))
     mbarrier.arrive(empty.index(s), count=1)  # the producer may wait here
     item = gl.program_id(0)
-    begin, kept, length, head = extent(work)
+    begin, kept, length, head, piece = extent(work)
     chunks = (kept + 15) // 16 - 2 * gl.maximum(remaining, -remaining)
     whole = chunks == (length + 15) // 16
     fill = (flags & FILL) != 0
     base = item.to(gl.int64) * 16384
     if fill | (length > 0):
-        gl.store(ht_ptr + base + col * 128 + row, -H)
+        gl.store(ht_ptr + base + col * 128 + row, H * (-1.0 / P_SCALE))
+    if ((flags & HAS_EFFECTS) != 0) & (piece % CHAINED == CHAINED - 1) & (length > 0):
+        aside = (item // heads // CHAINED * heads + head).to(gl.int64) * 16384
+        gl.store(effects_ptr + aside + col * 128 + row, H * (-1.0 / P_SCALE))
     if ((flags & HAS_MT) != 0) & (fill | (whole & (length > 0))):
         gl.store(mt_ptr + base + row * 128 + col, gl.where(whole, M, 0.0))
     # last: before the other stores their addresses cost a spill
@@ -312,6 +310,7 @@ def kda_summary(
     num_chunks_ptr,
     ht_ptr,
     mt_ptr,
+    effects_ptr,
     needs_mt_ptr,
     chunks_ptr,
     norm_ptr,
@@ -333,7 +332,6 @@ def kda_summary(
     NP: gl.constexpr,
     SP: gl.constexpr,
     LAG: gl.constexpr,
-    TERMS: gl.constexpr,
 ):
     """Launch with a CTA of 512 threads an item on grid axis x: num_warps = 8. Items: rows * heads, row * heads + head.
 
@@ -348,6 +346,8 @@ def kda_summary(
         ht_ptr: [rows, heads, 128 (V), 128 (K)] fp32, the state at the segment's end from zeros at its start.
         mt_ptr: [rows, heads, 128, 128] fp32, d S_out[i, :] / d S_in[j, :], written if `flags` says HAS_MT and the scan reached
             the segment's start.
+        effects_ptr: [n_slots / CHAINED and one, heads, 128 (V), 128 (K)] fp32, ht of the slots behind which a chain may begin
+            anew (chain.py), written if `flags` says HAS_EFFECTS.
         needs_mt_ptr, chunks_ptr: [rows, heads] int32: 1 if the scan reached the start, else 0; chunks of 16 replayed.
         norm_ptr: [rows, heads] fp32, ||M||_F at the last test.
         flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT; FILL: write ht and mt everywhere, mt = 0 after an exit, ht = 0
@@ -361,7 +361,7 @@ def kda_summary(
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     tile_s = gl.allocate_shared_memory(gl.bfloat16, [3 * SP, 32, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
-    rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
+    t_s = gl.allocate_shared_memory(gl.float16, [3 * SP, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     loops_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
     norm_s = gl.allocate_shared_memory(gl.float32, [1], VEC)
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -382,20 +382,21 @@ def kda_summary(
     seg_s.store(gl.where(on_device, gl.load(cut_ptr + zero1, mask=(zero1 == 0) & on_device, other=0), seg_len + zero1))
     layout = (cu_ptr, seq_len, cu_words, t_total, n_seqs, n_slots, seg_s)
     work = (layout, heads, flags, num_chunks_ptr)
-    smem = (tile_s, vec_s, loops_s, norm_s, rk_s, (rfull, half, full, empty))
+    smem = (tile_s, vec_s, t_s, (rfull, half, full, empty))
+    words = (loops_s, norm_s)
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group)
-    outputs = (ht_ptr, mt_ptr, needs_mt_ptr, chunks_ptr, norm_ptr)
+    outputs = (ht_ptr, mt_ptr, effects_ptr, needs_mt_ptr, chunks_ptr, norm_ptr)
     gl.warp_specialize(
         [
-            (consumer, (work, smem, outputs, SP, TERMS)),
-            (producer_warp, (work, smem, k_desc, v_desc, g_desc, params, NP, SP, LAG)),
-            (prep_warp, (smem, 0, NP, SP, LAG)),
-            (prep_warp, (smem, 1, NP, SP, LAG)),
-            (prep_warp, (smem, 2, NP, SP, LAG)),
-            (prep_warp, (smem, 3, NP, SP, LAG)),
-            (prep_warp, (smem, 4, NP, SP, LAG)),
-            (prep_warp, (smem, 5, NP, SP, LAG)),
-            (prep_warp, (smem, 6, NP, SP, LAG)),
+            (consumer, (work, smem, words, outputs, SP)),
+            (producer_warp, (work, smem, words, k_desc, v_desc, g_desc, params, NP, SP, LAG)),
+            (prep_warp, (smem, loops_s, 0, NP, SP, LAG, False)),
+            (prep_warp, (smem, loops_s, 1, NP, SP, LAG, False)),
+            (prep_warp, (smem, loops_s, 2, NP, SP, LAG, False)),
+            (prep_warp, (smem, loops_s, 3, NP, SP, LAG, False)),
+            (prep_warp, (smem, loops_s, 4, NP, SP, LAG, False)),
+            (prep_warp, (smem, loops_s, 5, NP, SP, LAG, False)),
+            (prep_warp, (smem, loops_s, 6, NP, SP, LAG, False)),
         ],
         [1, 1, 1, 1, 1, 1, 1, 1],
         [PR, PR, PR, PR, PR, PR, PR, PR],
