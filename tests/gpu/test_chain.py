@@ -139,7 +139,7 @@ def test_chains_begin_anew_where_they_may(short):
         kept[slot // 8] = ht[slot]
     eps = 2.0**-20
     states = run(ht, mt, needs, offsets, 32, start, anew=(kept, norm, eps))
-    close(states, judge(ht, mt, needs, offsets, 32, start), ht, max(TOLERANCE, 4 * eps))
+    close(states, judge(ht, mt, needs, offsets, 32, start), ht, LONG)
     changed = ht.clone()
     changed[4] += 1
     again = run(changed, mt, needs, offsets, 32, start, anew=(kept, norm, eps))

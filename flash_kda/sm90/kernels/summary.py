@@ -272,7 +272,7 @@ def consumer(work, smem, words, outputs, SP: gl.constexpr):
     base = item.to(gl.int64) * 16384
     if fill | (length > 0):
         gl.store(ht_ptr + base + col * 128 + row, H * (-1.0 / P_SCALE))
-    if ((flags & HAS_EFFECTS) != 0) & (piece % CHAINED == CHAINED - 1) & (length > 0):
+    if ((flags & HAS_EFFECTS) != 0) & (piece % CHAINED == CHAINED - 1) & whole & (length > 0):
         aside = (item // heads // CHAINED * heads + head).to(gl.int64) * 16384
         gl.store(effects_ptr + aside + col * 128 + row, H * (-1.0 / P_SCALE))
     if ((flags & HAS_MT) != 0) & (fill | (whole & (length > 0))):
