@@ -45,7 +45,8 @@ class ForwardDouble:
             address, shape, strides = given[f"{name}_desc"]
             assert shape[1] * (given["qk_group"] if name in "qk" else 1) == heads
             tensors[name] = memory(address, torch.bfloat16, shape, strides)[:tokens]
-        tensors["beta"] = memory(given["beta_ptr"], torch.bfloat16, (tokens, heads), (given["beta_t"], given["beta_h"]))
+        beta = torch.float32 if has & flags.BETA_FP32 else torch.bfloat16
+        tensors["beta"] = memory(given["beta_ptr"], beta, (tokens, heads), (given["beta_t"], given["beta_h"]))
         out = memory(given["out_ptr"], torch.bfloat16, (tokens, heads, D), (given["out_t"], given["out_h"], 1))
         if given["seq_len"] >= 0:
             offsets = torch.arange(sequences + 1) * given["seq_len"]
@@ -61,12 +62,14 @@ class ForwardDouble:
                 shape, strides = (given[slots], heads, D, D), (given[stride], D * D, D, 1)
                 state[name] = memory(given[pointer], dtype, shape, strides)
             if has & (flags.HAS_IN_INDEX if index == "in_index" else flags.HAS_OUT_INDEX):
-                state[index] = memory(given[f"{index}_ptr"], torch.int32, (sequences,), (1,))
+                state[index] = memory(given[f"{index}_ptr"], torch.int32, (sequences,), (given[f"{index[:-5]}words"],))
         parameters = {
             "A_log": memory(given["a_log_ptr"], torch.float32, (heads,), (1,)) if has & flags.HAS_A_LOG else None,
             "dt_bias": memory(given["dt_ptr"], torch.float32, (heads, D), (D, 1)) if has & flags.HAS_DT_BIAS else None,
         }
-        inputs = Inputs(**tensors, **parameters, lower_bound=given["lower_bound"], scale=given["scale"])
+        activated = bool(has & flags.BETA_ACTIVATED)
+        numbers = {name: given[name] for name in ("lower_bound", "scale")}
+        inputs = Inputs(**tensors, **parameters, **numbers, beta_is_activated=activated)
         packed = out.contiguous()
         forward(inputs, offsets.clamp(0, tokens), packed, max_len=tokens, **state)
         out.copy_(packed)

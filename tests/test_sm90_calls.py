@@ -148,6 +148,32 @@ def test_checkpoints_every_so_many_tokens(launches, function):
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activated", [False, True])
+def test_beta_as_it_is(launches, function, dtype, activated):
+    case = cases.random(int(OFFSETS[-1]), 2)
+    beta = 2 * torch.sigmoid(case.beta.float()) if activated else case.beta.float() + 1e-3
+    wide = torch.full((1, case.tokens, 3, 2), torch.nan, dtype=dtype)
+    wide[:, :, :2, 1] = beta.to(dtype)
+    compare(function, replace(case, beta=wide[:, :, :2, 1], beta_is_activated=activated))
+    assert len(launches) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_columns_of_tables(launches, function, dtype):
+    table = torch.stack([int32(3, -1, 8, 0, 99), int32(6, 2, -1, -5, 0), int32(1, 1, 1, 1, 1)], 1)
+    offsets = torch.stack([OFFSETS, OFFSETS + 3], 1).to(dtype)
+
+    def states():
+        return {"initial_state": slot_pool(9, 2)[1], "final_state": slot_pool(7, 2)[1]}
+
+    case = cases.random(int(OFFSETS[-1]), 2)
+    indices = {"initial_state_indices": table[:, 0], "final_state_indices": table[:, 1]}
+    compare(function, case, offsets[:, 0], states, **indices)
+
+
+@BOTH
 def test_expanded_strengths_and_states(launches, function):
     case = cases.random(int(OFFSETS[-1]), 2)
     case = replace(case, beta=case.beta[:, :1].expand_as(case.beta))

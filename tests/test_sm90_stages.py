@@ -64,10 +64,21 @@ def test_grouped_heads_are_not_repeated(launches):
     assert (call["heads"], call["qk_group"], call["n_items"]) == (6, 3, 6)
 
 
-def test_activated_beta_is_refused(launches):
-    with pytest.raises(NotImplementedError, match="beta is activated"):
-        fwd(cases.negative(cases.random(40, 2)))
-    assert not launches
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activated", [False, True])
+def test_what_beta_is_goes_with_it(launches, dtype, activated):
+    case = cases.random(64, 2)
+    wide = torch.zeros(1, 64, 3, 7, dtype=dtype)
+    case = replace(case, beta=wide[:, :, :2, 3], beta_is_activated=activated)
+    fwd(case)
+    fwd_cp(case, segment_len=32)
+    flash_kda.state_only(**case.summary(), impl="sm90")
+    wanted = (flags.BETA_FP32 if dtype == torch.float32 else 0) | (flags.BETA_ACTIVATED if activated else 0)
+    readers = [call for call in launches if "beta_ptr" in call]
+    assert [call["kernel"] for call in readers] == ["forward_split_v", "summary", "forward_split_v", "summary"]
+    for call in readers:
+        assert (call["beta_ptr"], call["beta_t"], call["beta_h"]) == (case.beta.data_ptr(), 21, 7)
+        assert call["flags"] & (flags.BETA_FP32 | flags.BETA_ACTIVATED) == wanted
 
 
 def test_slots_are_passed_on(launches):
@@ -99,15 +110,24 @@ def test_padded_slots_keep_their_distance(launches):
     assert launches[0]["h0_stride"] == 2 * D * D + 128
 
 
-def test_strided_indices_are_refused(launches):
+def test_columns_of_tables_keep_their_strides(launches):
     table = torch.zeros(3, 9, dtype=torch.int32)
-    for name in ("initial_state", "final_state"):
-        with pytest.raises(NotImplementedError, match=f"{name}_indices has stride 9"):
-            fwd(
-                cases.random(30, 2),
-                cu_seqlens=packed_offsets(10, 10, 10),
-                **{name: cases.state(2, 2), f"{name}_indices": table[:, 0]},
-            )
+    indices = {"initial_state_indices": table[:, 4], "final_state_indices": torch.zeros(3, 5, dtype=torch.int32)[:, 0]}
+    states = {"initial_state": cases.state(2, 2), "final_state": cases.state(2, 2)}
+    for dtype in (torch.int32, torch.int64):
+        launches.clear()
+        offsets = torch.stack([packed_offsets(60, 0, 40, dtype=dtype)] * 3, 1)[:, 1]
+        fwd_cp(cases.random(100, 2), cu_seqlens=offsets, **states, **indices, segment_len=32)
+        summary, chain, forward = launches
+        assert (forward["in_index_ptr"], forward["in_words"], forward["out_words"]) == (table[:, 4].data_ptr(), 9, 5)
+        assert (chain["index_ptr"], chain["index_words"]) == (table[:, 4].data_ptr(), 9)
+        assert summary["cu_words"] == forward["cu_words"] == chain["map_words"] == 3 * dtype.itemsize // 4
+
+
+def test_vectors_beyond_32_bit_arithmetic_are_refused():
+    far = torch.empty_strided((3,), (2**30,), dtype=torch.int32, device="meta")
+    assert "initial_state_indices has stride" in stages.far_apart({"cu_seqlens": None, "initial_state_indices": far})
+    assert stages.far_apart({"cu_seqlens": far[:1]}) is None
 
 
 @pytest.mark.parametrize("offsets", [None, torch.zeros(3, dtype=torch.int32)])
@@ -359,7 +379,6 @@ def test_state_only_is_one_launch(launches):
     ("change", "reason"),
     [
         (lambda c: replace(c, g=c.g.float()), "g is torch.float32"),
-        (lambda c: replace(c, beta=c.beta.float()), "beta is torch.float32"),
         (lambda c: replace(c, k=torch.zeros(1, 64, 2, D + 1, dtype=torch.bfloat16)[..., 1:]), "k has strides"),
         (lambda c: replace(c, v=c.v[:, :1].expand(1, 64, 2, D)), "v has strides"),
         (lambda c: replace(c, q=torch.zeros(64 * 2 * D + 1, dtype=torch.bfloat16)[1:].view(1, 64, 2, D)), "q starts at"),
@@ -459,7 +478,7 @@ def test_summary_refuses_by_name(change, reason):
     assert reason in stages.summary_refusal(inputs, None, {})
 
 
-def test_summary_refuses_strided_offsets():
-    c = cases.random(64, 2)
-    inputs = Inputs(None, c.k, c.v, c.g, c.beta, c.A_log, c.dt_bias, c.lower_bound)
-    assert "cu_seqlens has stride 2" in stages.summary_refusal(inputs, torch.tensor([[0, 9], [64, 9]])[:, 0], {})
+def test_summary_takes_strided_offsets(launches):
+    offsets = torch.tensor([[0, 9], [64, 9]])[:, 0]
+    flash_kda.state_only(**cases.random(64, 2).summary(cu_seqlens=offsets), impl="sm90")
+    assert (launches[0]["cu_ptr"], launches[0]["cu_words"]) == (offsets.data_ptr(), 4)

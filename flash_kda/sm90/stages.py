@@ -54,10 +54,7 @@ def refusal(
     if "refusal" not in memo:
         reason = _refusal(inputs, out, initial_state, final_state)
         vectors = {"cu_seqlens": cu_seqlens, "initial_state_indices": in_index, "final_state_indices": out_index}
-        for name, x in vectors.items():
-            if reason is None and x is not None and not x.is_contiguous():
-                reason = f"{name} has stride {x.stride(0)}, the kernels need it contiguous"
-        memo["refusal"] = reason
+        memo["refusal"] = reason or far_apart(vectors)
     reason = memo["refusal"]
     states = (("initial_state", initial_state), ("final_state", final_state))
     tokens = (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out))
@@ -69,9 +66,7 @@ def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[Any, A
     reason: str | None
     if "summary_refusal" not in memo:
         reason = _unfit(inputs, {"k": inputs.k, "v": inputs.v, "g": inputs.g})
-        if reason is None and cu_seqlens is not None and not cu_seqlens.is_contiguous():
-            reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
-        memo["summary_refusal"] = reason
+        memo["summary_refusal"] = reason or far_apart({"cu_seqlens": cu_seqlens})
     reason = memo["summary_refusal"]
     return reason or misaligned(("k", inputs.k), ("v", inputs.v), ("g", inputs.g))
 
@@ -92,12 +87,10 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
 
 def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
     """The same of the token tensors `named`, beta and the parameters of the gate, by shapes, strides and dtypes."""
-    if inputs.beta_is_activated:
-        return "beta is activated, the kernels apply the sigmoid themselves"
     if inputs.tokens == 0:
         return None
     for name, x in {**named, "beta": inputs.beta}.items():
-        if x.dtype != torch.bfloat16:
+        if x.dtype != torch.bfloat16 and name != "beta":
             return f"{name} is {x.dtype}, the kernels read bfloat16"
         token = x.dim() - (2 if name == "beta" else 3)
         if token and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
@@ -144,7 +137,7 @@ def forward(
     Args:
         inputs, out: with or without batch axis.
         cu_seqlens: as there, or None for sequences of ``max_len`` tokens each.
-        in_index, out_index: int32.
+        in_index, out_index: int32, any stride.
         slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
             piece that has a successor, in the order of kernels/segments.py.
         decided: one int32 that holds the length of pieces instead (:func:`decide`).
@@ -225,7 +218,7 @@ def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor) -> 
         (1, 1, 1),
         cu_seqlens.data_ptr(),
         decided.data_ptr(),
-        cu_seqlens.element_size() // 4,
+        words(cu_seqlens),
         total_tokens,
         cu_seqlens.numel() - 1,
         cut.segment_len,
@@ -365,6 +358,7 @@ class _Call:
             )
             if given is not None
         )
+        bits |= _beta_bits(inputs)
         for state, bit in ((initial_state, flags.INITIAL_BF16), (final_state, flags.FINAL_BF16)):
             bits |= bit if state is not None and state.dtype == torch.bfloat16 else 0
         slots = [(0, 0) if state is None else (state.shape[0], state.stride(0)) for state in (initial_state, final_state)]
@@ -379,13 +373,15 @@ class _Call:
                 items,
                 tokens,
                 max_len if cu_seqlens is None else -1,
-                1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                words(cu_seqlens),
                 sequences,
                 num_slots,
                 segment_len,
                 bits,
                 slots[0][0],
                 slots[1][0],
+                words(in_index),
+                words(out_index),
                 *inputs.beta.stride()[-2:],
                 *out.stride()[-3:-1],
                 slots[0][1],
@@ -421,6 +417,7 @@ class _Call:
             )
             if given
         )
+        bits |= _beta_bits(inputs)
         return _Call(
             "summary",
             inputs.k.device.index,
@@ -431,7 +428,7 @@ class _Call:
                 heads // inputs.k.shape[-2],
                 tokens,
                 max_len if cu_seqlens is None else -1,
-                1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                words(cu_seqlens),
                 sequences,
                 num_slots,
                 segment_len,
@@ -440,6 +437,25 @@ class _Call:
                 inputs.lower_bound,
             ),
         )
+
+
+def _beta_bits(inputs: Inputs) -> int:
+    return (flags.BETA_FP32 if inputs.beta.dtype == torch.float32 else 0) | (
+        flags.BETA_ACTIVATED if inputs.beta_is_activated else 0
+    )
+
+
+def words(vector: Tensor | None) -> int:
+    """32-bit words from one element to the next."""
+    return 1 if vector is None else vector.stride(0) * vector.element_size() // 4
+
+
+def far_apart(vectors: dict[str, Tensor | None]) -> str | None:
+    """Which of these vectors the kernels' 32-bit arithmetic cannot walk, or None."""
+    for name, x in vectors.items():
+        if x is not None and x.numel() * words(x) >= 2**31:
+            return f"{name} has stride {x.stride(0)}, the kernels need its {x.numel()} elements within 8 GiB"
+    return None
 
 
 def misaligned(*tensors: tuple[str, Tensor | None]) -> str | None:

@@ -104,7 +104,7 @@ _FORWARD: dict[str, str] = {
         "out_index_ptr": "*i32",
     },
     **dict.fromkeys(("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len"), "i32"),
-    **dict.fromkeys(("flags", "in_slots", "out_slots"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "out_slots", "in_words", "out_words"), "i32"),
     **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
     **{"lower_bound": "fp32", "scale": "fp32"},
 }
@@ -164,7 +164,7 @@ _CHAIN: dict[str, str] = {
         "index_ptr": "*i32",
     },
     **dict.fromkeys(("heads", "seq_len", "map_words", "total", "n_seqs", "n_slots", "seg_len"), "i32"),
-    **dict.fromkeys(("flags", "in_slots", "needs_slot", "needs_head"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "index_words", "needs_slot", "needs_head"), "i32"),
     "h0_stride": "i64",
 }
 

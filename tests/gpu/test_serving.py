@@ -11,7 +11,7 @@ import torch
 from cases import D, nan_like, packed_offsets, rel, same_bits
 
 import flash_kda
-from flash_kda.reference import forward
+from flash_kda.reference import forward, state_summary
 
 LENGTHS = (40, 0, 130, 33, 64, 1)
 OFFSETS = packed_offsets(*LENGTHS, dtype=torch.int32)
@@ -111,23 +111,128 @@ def test_missing_and_flat_parameters():
         assert same_bits(fwd(replace(case, **change))[0], want)
 
 
-@pytest.mark.parametrize("change", ["g", "beta", "activated", "indices"])
-def test_what_the_kernel_does_not_take_is_named_and_runs_elsewhere(change):
+def test_what_the_kernel_does_not_take_is_named_and_runs_elsewhere():
     case = on_gpu(cases.random(64, 2))
-    options, match = {}, change
-    if change == "activated":
-        case, match = cases.negative(case), "beta is activated"
-    elif change == "indices":
-        table = torch.zeros(1, 9, dtype=torch.int32, device="cuda").expand(2, 9).contiguous()
-        options = {"initial_state": states(3, 2), "initial_state_indices": table[:, 3], "cu_seqlens": int32(0, 30, 64)}
-        match = "initial_state_indices has stride 9"
-    else:
-        case = replace(case, **{change: getattr(case, change).float()})
-    with pytest.raises(NotImplementedError, match=match):
-        fwd(case, **options)
-    out, _ = flash_kda.fwd(**{**vars(case), "out": nan_like(case.v), **options})
+    case = replace(case, k=case.k[:, :1].expand_as(case.k))
+    with pytest.raises(NotImplementedError, match="k has strides"):
+        fwd(case)
+    out, _ = flash_kda.fwd(**{**vars(case), "out": nan_like(case.v)})
     assert flash_kda.last_path() == "reference"
     assert out.isfinite().all()
+
+
+# What the kernel finds in other dtypes and places: as good as, or the same as, what it always takes.
+
+CUT = {"fwd": (flash_kda.fwd, {}), "cut": (flash_kda.fwd_cp, {"segment_len": 64})}
+BOTH = pytest.mark.parametrize("call", CUT)
+
+
+def calls(name, case, **options):
+    """Outputs and final states of a call of LENGTHS, which must be all there, by ``fwd`` or in pieces."""
+    function, cut = CUT[name]
+    start, final = states(6, case.heads), nan_states(6, case.heads)
+    given = {"initial_state": start, "cu_seqlens": OFFSETS.cuda()} | options
+    out, _ = fwd(case, function, final_state=final, **given, **cut)
+    assert out.isfinite().all()
+    assert final.isfinite().all()
+    return out, final
+
+
+def agrees(case, results):
+    """With the fp64 token recurrence, to the tolerance of the other GPU tests."""
+    want, want_final = case.oracle(states(6, case.heads), OFFSETS.cuda())
+    assert rel(results[0], want, 2).max() < 1e-2
+    assert rel(results[1], want_final, 1).max() < 1e-2
+
+
+def with_beta(case, beta):
+    """In a view with both strides odd, NaN around it."""
+    wide = torch.full((1, case.tokens, case.heads, 3), torch.nan, dtype=beta.dtype, device="cuda")
+    wide[..., 1] = beta
+    return replace(case, beta=wide[..., 1])
+
+
+@BOTH
+@pytest.mark.parametrize("heads", [2, 40])
+def test_beta_in_fp32(call, heads):
+    case = on_gpu(cases.random(int(OFFSETS[-1]), heads))
+    want = calls(call, case)
+    got = calls(call, with_beta(case, case.beta.float()))
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    between = case.beta.float() * (1 + 2**-9)  # what bf16 cannot hold
+    got = calls(call, with_beta(case, between))
+    assert not same_bits(got[0], want[0])
+    agrees(replace(case, beta=between), got)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [2, 40])
+def test_activated_beta_up_to_two(call, dtype, heads):
+    case = cases.negative(on_gpu(cases.random(int(OFFSETS[-1]), heads)))
+    beta = case.beta.clone()
+    beta[:, ::7] = 2.0
+    beta[:, 3::7] = 0.0
+    case = replace(case, beta=beta.to(dtype))
+    agrees(case, calls(call, with_beta(case, case.beta)))
+
+
+def test_summary_of_fp32_and_activated_beta():
+    case = on_gpu(cases.random(130, 3))
+    plain = flash_kda.state_only(**case.summary(calc_mt=True, num_warmup_chunks=torch.full((1,), 9, device="cuda")), impl="sm90")
+    same = with_beta(case, case.beta.float())
+    got = flash_kda.state_only(**same.summary(calc_mt=True, num_warmup_chunks=torch.full((1,), 9, device="cuda")), impl="sm90")
+    assert all(same_bits(a, b) for a, b in zip(got, plain, strict=True))
+    for dtype in (torch.bfloat16, torch.float32):
+        some = cases.negative(replace(case, g=torch.full_like(case.g, -4)))
+        some = replace(some, beta=some.beta.to(dtype))
+        got = flash_kda.state_only(**with_beta(some, some.beta).summary(calc_mt=True), impl="sm90")
+        doubles = replace(some, **{name: getattr(some, name).double() for name in cases.TOKEN_INPUTS}).inputs()
+        want = state_summary(doubles, torch.tensor([0, 130], device="cuda"), max_len=130)
+        assert rel(got[0], want.ht, 1).max() < 1e-2
+        assert rel(got[1], want.mt, 1).max() < 1e-2
+
+
+@BOTH
+def test_neighbours_beta_of_nan_stays_where_it_is(call):
+    """In the shared step at the end of a sequence, whatever beta is."""
+    case = on_gpu(cases.random(int(OFFSETS[-1]), 2))
+    for some in (with_beta(case, case.beta.float()), cases.negative(case)):
+        beta = some.beta.clone()
+        beta[:, 170:203] = torch.nan
+        want, _ = calls(call, some)
+        function, cut = CUT[call]
+        out, _ = fwd(replace(some, beta=beta), function, initial_state=states(6, 2), cu_seqlens=OFFSETS.cuda(), **cut)
+        healthy = torch.ones(case.tokens, dtype=torch.bool, device="cuda")
+        healthy[170:203] = False
+        assert same_bits(out[:, healthy], want[:, healthy])
+        assert out[:, 170:203].isnan().any()
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_columns_of_tables(call, dtype):
+    """Slots and offsets some elements apart, in every kernel that reads them."""
+    case = on_gpu(cases.random(int(OFFSETS[-1]), 4))
+    read, write = int32(3, -1, 8, 0, 99, 3), int32(6, 2, -1, -5, 0, 1)
+    table = torch.full((6, 9), 77, dtype=torch.int32, device="cuda")
+    table[:, 2], table[:, 7] = read, write
+    wide = torch.full((7, 3), -1, dtype=dtype, device="cuda")
+    wide[:, 1] = OFFSETS.cuda()
+    function, cut = CUT[call]
+    pools, outs = [], []
+    for offsets, first, last in ((OFFSETS.cuda(), read, write), (wide[:, 1], table[:, 2], table[:, 7])):
+        pools.append(nan_states(7, 4))
+        indices = {"initial_state_indices": first, "final_state_indices": last}
+        with no_waiting():
+            out, _ = fwd(
+                case, function, initial_state=states(9, 4), final_state=pools[-1], cu_seqlens=offsets, **indices, **cut
+            )
+        outs.append(out)
+    assert same_bits(*outs)
+    assert same_bits(*pools)
+    assert pools[0][[0, 1, 2, 6]].isfinite().all()
+    assert pools[0][3:6].isnan().all()
 
 
 # Pools.

@@ -57,8 +57,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import flags as bits
 from .overlap import wait_for_previous
-from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, kept_here, prep_warp, rcp, to_fp32
+from .prep import INV_SHIFT, LOG2E, gate_slope, kept_here, prep_warp, to_fp32
 from .segments import locate, scalar, state_slot
+from .strength import load_beta, strength
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
@@ -120,10 +121,10 @@ def producer_warp(
         begin, length, sequence, before, first = locate(item // heads, layout)
         neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
         meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
-        beta_head = beta_ptr + head.to(gl.int64) * beta_h
+        beta_head = head.to(gl.int64) * beta_h
         for left in range(length, 0, -32):
             t = begin + (length - left)
-            logit = gl.load(beta_head + (t + lane).to(gl.int64) * beta_t, mask=lane < left, other=0.0).to(gl.float32)
+            beta = load_beta(beta_ptr, beta_head + (t + lane).to(gl.int64) * beta_t, lane < left, flags)
             bar = rfull.index(s)
             mbarrier.wait(empty.index(s), phase)
             mbarrier.expect(bar, 32 * 256 * 3 + 32 * 256 // VSPLIT)
@@ -135,7 +136,7 @@ def producer_warp(
                     tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
-            vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
+            vec.slice(384, 32).store(strength(beta, flags))
             vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
             done += 1
             if (GAP > 0) & (done > GAP):
@@ -176,7 +177,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
     tile_s, vec_s, z_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
-    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
+    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_words, out_words, in_slots, out_slots, h0_stride, ht_stride = states
     slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr = pieces
     MV: gl.constexpr = 128 // VSPLIT
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 128, 16])
@@ -204,7 +205,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
         if before >= 0:
             S = gl.load(slots_ptr + (before.to(gl.int64) * heads + head) * 16384 + s_off)
         elif (flags & HAS_INITIAL) != 0:
-            slot = state_slot(in_index_ptr, sequence, flags & HAS_IN_INDEX, in_slots)
+            slot = state_slot(in_index_ptr, in_words, sequence, flags & HAS_IN_INDEX, in_slots)
             if slot >= 0:
                 off = slot.to(gl.int64) * (h0_stride // 4 * 4) + head.to(gl.int64) * 16384
                 if (flags & INITIAL_BF16) != 0:
@@ -265,7 +266,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
                 s = 0
                 phase ^= 1
         if ((flags & HAS_FINAL) != 0) & (item >= n_slots * heads):
-            slot = state_slot(out_index_ptr, sequence, flags & HAS_OUT_INDEX, out_slots)
+            slot = state_slot(out_index_ptr, out_words, sequence, flags & HAS_OUT_INDEX, out_slots)
             if slot >= 0:
                 if ((flags & IN_PLACE) != 0) & (before >= 0):
                     # The initial state may lie where the final one goes: the first piece must have taken it. Its item comes
@@ -294,6 +295,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
         "flags",
         "in_slots",
         "out_slots",
+        "in_words",
+        "out_words",
         "beta_t",
         "beta_h",
         "out_t",
@@ -334,6 +337,8 @@ def kda_forward(
     flags,
     in_slots,
     out_slots,
+    in_words,
+    out_words,
     beta_t,
     beta_h,
     out_t,
@@ -356,7 +361,8 @@ def kda_forward(
 
     Args:
         q_desc, k_desc, v_desc, g_desc, out_desc: [T_total, heads, 128] bf16, boxes of [32, 1, 64], 128-byte swizzle.
-        beta_ptr, out_ptr: bf16, with token and head strides beta_t, beta_h, out_t, out_h in elements.
+        beta_ptr, out_ptr: bf16, or (`flags`) beta fp32 behind the same pointer type; logits, or (`flags`) strengths in [0, 2];
+            token and head strides beta_t, beta_h, out_t, out_h in elements.
         a_log_ptr [heads], dt_ptr [heads, 128]: fp32, read if `flags` says so (else exp(A_log) = 1, dt_bias = 0).
         cu_ptr: [n_seqs + 1] offsets as 32-bit words, cu_words apart (1: int32; 2: low words of int64), read if
             seq_len < 0; otherwise sequence n is tokens n * seq_len and on. Offsets are clipped to t_total.
@@ -366,13 +372,13 @@ def kda_forward(
         taken_ptr: [n_slots, heads] int32 zeros, used if `flags` says IN_PLACE: some initial state lies where a final one goes.
         chunks_ptr, entering_ptr: (PROBE) [n_slots, heads] int32, trailing chunks that the scan of each piece replayed; fp32,
             Frobenius norm of the state that enters them, stored where there are tokens before.
-        in_index_ptr, out_index_ptr: int32 row of each sequence, read if `flags` says so (else row = sequence). Rows
-            < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
+        in_index_ptr, out_index_ptr: int32 row of each sequence, in_words, out_words apart, read if `flags` says so (else
+            row = sequence). Rows < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
         heads, qk_group: value heads; value heads that share a q, k head.
         n_items: (n_slots + n_seqs) * heads. t_total: tokens.
         n_slots, seg_len: pieces that have a successor, at most, and their tokens (segments.py); 0 leaves sequences whole.
         cut_ptr: one int32, read instead of seg_len if `flags` says so (decide.py).
-        flags: HAS_*, *_BF16 above.
+        flags: of flags.py.
         lower_bound in [-5, 0], scale: fp32.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
         PROBE: store norms of states on the way; costs time and instruction cache, so a variant of its own.
@@ -410,7 +416,7 @@ def kda_forward(
     smem = (tile_s, vec_s, z_s, rk_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
-    states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
+    states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_words, out_words, in_slots, out_slots, h0_stride, ht_stride)
     pieces = (slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:

@@ -45,8 +45,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import flags as bits
 from .overlap import let_next_start
-from .prep import LOG2E, ex2, gate_slope, kept_here, prep_tile, rcp, skip_tile
+from .prep import LOG2E, gate_slope, kept_here, prep_tile, skip_tile
 from .segments import locate, scalar
+from .strength import load_beta, strength
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
@@ -99,7 +100,7 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     # the stop as a bound of the scaled, squared norm; nothing is at most -1, and below that there is no test
     bound = kept_here(eps) * NORM_SCALE
     bound = gl.where((flags & HAS_NUM_CHUNKS) != 0, -1.0, bound * bound)
-    beta_head = beta_ptr + head.to(gl.int64) * beta_h
+    beta_head = head.to(gl.int64) * beta_h
     # A prep warp goes from a turn at step i to one at most JUMP steps on, in the stage that step i - GAP had. A wait that comes
     # before that step's bytes takes the phase before for the one it wants (seen as a hang), so stages must fill in that order.
     JUMP: gl.constexpr = NP // 2 + 1 + LAG
@@ -111,12 +112,12 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
     done = 0
     first = (kept + 31) // 32 * 32 - 32  # of the step, counted from `begin`
     some = (lane < kept - first) & (kept > 0)  # a slot that nobody owns begins anywhere
-    next_logit = gl.load(beta_head + (begin + first + lane).to(gl.int64) * beta_t, mask=some, other=0.0)
+    next_beta = load_beta(beta_ptr, beta_head + (begin + first + lane).to(gl.int64) * beta_t, some, flags)
     while first >= 0:
         t = begin + first
         left = kept - first
-        logit = next_logit.to(gl.float32)
-        next_logit = gl.load(beta_head + (t - 32 + lane).to(gl.int64) * beta_t, mask=lane < first, other=0.0)
+        beta = next_beta
+        next_beta = load_beta(beta_ptr, beta_head + (t - 32 + lane).to(gl.int64) * beta_t, lane < first, flags)
         bar = rfull.index(s)
         mbarrier.wait(empty.index(s), phase)
         if scalar(loops_s) == 0:  # written before the arrival that ended the wait
@@ -131,7 +132,7 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
                 neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
-            vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
+            vec.slice(384, 32).store(strength(beta, flags))
             vec.slice(416, 4).store(
                 gl.where(field == 0, gl.minimum(left, 32).to(gl.float32), gl.where(field == 1, neg_rate, inv_bound))
             )
@@ -350,7 +351,7 @@ def kda_summary(
             the segment's start.
         needs_mt_ptr, chunks_ptr: [rows, heads] int32: 1 if the scan reached the start, else 0; chunks of 16 replayed.
         norm_ptr: [rows, heads] fp32, ||M||_F at the last test.
-        flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT; FILL: write ht and mt everywhere, mt = 0 after an exit, ht = 0
+        flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT, BETA_*; FILL: write ht and mt everywhere, mt = 0 after an exit, ht = 0
             and mt = I for rows without tokens (else left alone).
         eps: fp32, the scan stops at ||M||_F <= eps.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. LAG: as in kda_forward.
