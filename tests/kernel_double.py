@@ -13,6 +13,7 @@ from cases import D
 
 from flash_kda.reference import Inputs, forward
 from flash_kda.sm90.kernels import flags
+from flash_kda.sm90.stages import FP32_GATE
 from flash_kda.sm90.variants import VARIANTS
 
 SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
@@ -30,7 +31,8 @@ def memory(address, dtype, shape, strides):
 class ForwardDouble:
     """One kernel object; ``launches`` collects the arguments of every launch by name."""
 
-    def __init__(self, launches):
+    def __init__(self, name, launches):
+        self.name = name
         self.launches = launches
 
     def launch(self, _device, grid, *arguments, overlap=False):
@@ -44,7 +46,8 @@ class ForwardDouble:
         for name in "qkvg":
             address, shape, strides = given[f"{name}_desc"]
             assert shape[1] * (given["qk_group"] if name in "qk" else 1) == heads
-            tensors[name] = memory(address, torch.bfloat16, shape, strides)[:tokens]
+            dtype = torch.float32 if name == "g" and self.name.endswith(FP32_GATE) else torch.bfloat16
+            tensors[name] = memory(address, dtype, shape, strides)[:tokens]
         beta = torch.float32 if has & flags.BETA_FP32 else torch.bfloat16
         tensors["beta"] = memory(given["beta_ptr"], beta, (tokens, heads), (given["beta_t"], given["beta_h"]))
         out = memory(given["out_ptr"], torch.bfloat16, (tokens, heads, D), (given["out_t"], given["out_h"], 1))

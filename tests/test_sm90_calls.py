@@ -19,7 +19,7 @@ OFFSETS = packed_offsets(*LENGTHS)
 @pytest.fixture
 def launches(monkeypatch):
     seen = []
-    monkeypatch.setattr(launch, "kernel", lambda _name: ForwardDouble(seen))
+    monkeypatch.setattr(launch, "kernel", lambda name: ForwardDouble(name, seen))
     monkeypatch.setattr(stages, "_multiprocessors", lambda _device: 132)
     monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
     return seen
@@ -156,6 +156,16 @@ def test_beta_as_it_is(launches, function, dtype, activated):
     wide = torch.full((1, case.tokens, 3, 2), torch.nan, dtype=dtype)
     wide[:, :, :2, 1] = beta.to(dtype)
     compare(function, replace(case, beta=wide[:, :, :2, 1], beta_is_activated=activated))
+    assert len(launches) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("heads", [2, 40])
+def test_gates_in_fp32(launches, function, heads):
+    case = cases.random(int(OFFSETS[-1]), heads)
+    wide = torch.full((1, case.tokens, heads, D + 4), torch.nan)
+    wide[..., 4:] = case.g.float() * (1 + 2**-10)
+    compare(function, replace(case, g=wide[..., 4:]))
     assert len(launches) == 1
 
 

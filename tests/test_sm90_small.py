@@ -78,10 +78,18 @@ def test_bound_of_dense_rows_without_parameters(launches):
     has(call, g_t=8 * D, g_h=4 * D, target=-math.inf)
 
 
+@pytest.mark.parametrize(("heads", "kernel"), [(2, "warmup_16_g32"), (200, "warmup_g32")])
+def test_bound_of_fp32_gates(launches, heads, kernel):
+    g = torch.zeros(3, 40, heads, D + 4)[..., 4:]
+    flash_kda.get_warmup_chunks(g, None, None, -5.0, None, impl="sm90")
+    (call,) = launches
+    has(call, kernel=kernel, g_ptr=address(g), g_t=heads * (D + 4), g_h=D + 4)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda g: g.float(), "g is torch.float32"),
+        (lambda g: torch.zeros(2, 64, 2, D + 2)[..., :D], "g has strides .* multiples of 4 elements"),
         (lambda g: torch.zeros(2, 64, 2, 2 * D, dtype=torch.bfloat16)[..., ::2], "g has strides"),
         (lambda g: torch.zeros(2, 64, 2, D + 1, dtype=torch.bfloat16)[..., 1:], "g has strides"),
         (lambda g: torch.zeros(2, 80, 2, D, dtype=torch.bfloat16)[:, :64], "g has batch stride"),

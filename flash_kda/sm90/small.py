@@ -15,7 +15,7 @@ from ..constants import HEAD_DIM
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
-from .stages import VECTOR, _multiprocessors, far_apart, misaligned, words
+from .stages import VECTOR, _multiprocessors, far_apart, gate_suffix, misaligned, words
 
 ROWS = 16
 """V rows of a state that a CTA of the chain carries. Measured: docs/measured.md."""
@@ -27,15 +27,14 @@ FEW = 2
 def warmup_refusal(inputs: Inputs, cu_seqlens: Tensor | None) -> str | None:
     """Why :func:`warmup_bound` cannot take these tensors, or None. Only ``g`` and the gate's parameters are looked at."""
     g = inputs.g
-    if g.dtype != torch.bfloat16:
-        return f"g is {g.dtype}, the kernels read bfloat16"
     if g.dim() == 4 and g.shape[0] > 1 and g.stride(0) != g.shape[1] * g.stride(1):
         return f"g has batch stride {g.stride(0)}, the kernels need T token strides, {g.shape[1] * g.stride(1)}"
     token, head, channel = g.stride()[-3:]
-    if g.numel() and (channel != 1 or token % VECTOR or head % VECTOR):
+    unit = VECTOR // g.element_size()
+    if g.numel() and (channel != 1 or token % unit or head % unit):
         return (
             f"g has strides {(token, head, channel)} for (token, head, channel), the kernels need 1 for the last and "
-            f"multiples of {VECTOR} elements for the others"
+            f"multiples of {unit} elements for the others"
         )
     for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias)):
         if parameter is not None and not parameter.is_contiguous():
@@ -64,7 +63,7 @@ def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps
         return num, fallback
     bits = (flags.HAS_A_LOG if inputs.A_log is not None else 0) | (flags.HAS_DT_BIAS if inputs.dt_bias is not None else 0)
     few = segments * heads <= FEW * _multiprocessors(g.device.index)
-    launch.kernel("warmup_16" if few else "warmup").launch(
+    launch.kernel(("warmup_16" if few else "warmup") + gate_suffix(g)).launch(
         g.device.index,
         (segments * heads, 1, 1),
         *(_address(x) for x in (g, inputs.A_log, inputs.dt_bias, cu_seqlens, num, fallback)),

@@ -22,8 +22,11 @@ from .plan import Cut
 WHOLE = 2**30
 """`segment_len` of a call that cuts nothing."""
 
-VECTOR = 8
-"""bf16 elements in 16 bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
+VECTOR = 16
+"""Bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
+
+FP32_GATE = "_g32"
+"""Ends the name of the variant that reads g in fp32."""
 
 LONG = 1024
 """Mean tokens a segment from which each item gets a CTA of its own: the hardware then evens out unequal lengths, which gains
@@ -90,8 +93,6 @@ def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
     if inputs.tokens == 0:
         return None
     for name, x in {**named, "beta": inputs.beta}.items():
-        if x.dtype != torch.bfloat16 and name != "beta":
-            return f"{name} is {x.dtype}, the kernels read bfloat16"
         token = x.dim() - (2 if name == "beta" else 3)
         if token and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
             return f"{name} has batch stride {x.stride(0)}, the kernels need T token strides, {x.shape[1] * x.stride(1)}"
@@ -100,10 +101,11 @@ def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
         strides = x.stride()[token:]
         # The stride of an axis of size 1 is never used, and torch leaves anything in it.
         steps = [s for s, n in zip(strides, (inputs.tokens, x.shape[-2]), strict=False) if n > 1]
-        if strides[2] != 1 or any(s % VECTOR or s == 0 for s in steps):
+        unit = VECTOR // x.element_size()
+        if strides[2] != 1 or any(s % unit or s == 0 for s in steps):
             return (
                 f"{name} has strides {strides} for (token, head, channel), the kernels need 1 for the last and positive "
-                f"multiples of {VECTOR} elements for the others"
+                f"multiples of {unit} elements for the others"
             )
     for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias)):
         if parameter is not None and not parameter.is_contiguous():
@@ -363,7 +365,7 @@ class _Call:
             bits |= bit if state is not None and state.dtype == torch.bfloat16 else 0
         slots = [(0, 0) if state is None else (state.shape[0], state.stride(0)) for state in (initial_state, final_state)]
         return _Call(
-            "forward_split_v" if split == 2 else "forward" if probe is None else "forward_probe",
+            ("forward_split_v" if split == 2 else "forward" if probe is None else "forward_probe") + gate_suffix(inputs.g),
             out.device.index,
             ctas * split,
             tuple(_view(x, tokens) for x in (q, inputs.k, inputs.v, inputs.g, out)),
@@ -419,7 +421,7 @@ class _Call:
         )
         bits |= _beta_bits(inputs)
         return _Call(
-            "summary",
+            "summary" + gate_suffix(inputs.g),
             inputs.k.device.index,
             (num_slots or sequences) * heads,
             tuple(_view(x, tokens) for x in (inputs.k, inputs.v, inputs.g)),
@@ -437,6 +439,11 @@ class _Call:
                 inputs.lower_bound,
             ),
         )
+
+
+def gate_suffix(g: Tensor) -> str:
+    """The end of the name of the variants that read g in its dtype."""
+    return FP32_GATE if g.dtype == torch.float32 else ""
 
 
 def _beta_bits(inputs: Inputs) -> int:

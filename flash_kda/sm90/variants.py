@@ -110,12 +110,15 @@ _FORWARD: dict[str, str] = {
 }
 
 
+_FP32_GATE = {"g_desc": "tensordesc<fp32[{STEP},1,{BOX_CHANNELS_FP32}],{BOX_FP32!r}>"}
+
+
 def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
     return Variant(
         name=name,
         module="flash_kda.sm90.kernels.forward",
         function="kda_forward",
-        signature=_FORWARD,
+        signature=_FORWARD | (_FP32_GATE if constexprs["G32"] else {}),
         limits=Limits(registers=128),
         constexprs=constexprs,
         num_warps=num_warps,
@@ -144,7 +147,7 @@ def _summary(name: str, **constexprs: int) -> Variant:
         name=name,
         module="flash_kda.sm90.kernels.summary",
         function="kda_summary",
-        signature=_SUMMARY,
+        signature=_SUMMARY | (_FP32_GATE if constexprs["G32"] else {}),
         limits=Limits(registers=128, spill_bytes=16),  # two addresses of the norm test, which is not taken every step
         constexprs=constexprs,
         num_warps=8,
@@ -189,12 +192,12 @@ _WARMUP: dict[str, str] = {
 }
 
 
-def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
+def _warmup(name: str, chunks: int, num_warps: int, gate: str = "*bf16") -> Variant:
     return Variant(
         name=name,
         module="flash_kda.sm90.kernels.warmup",
         function="kda_warmup",
-        signature=_WARMUP,
+        signature=_WARMUP | {"g_ptr": gate},
         limits=Limits(registers=128),
         constexprs={"CHUNKS": chunks},
         num_warps=num_warps,
@@ -203,9 +206,12 @@ def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0),
-    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1),
-    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0),
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0, G32=0),
+    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1, G32=0),
+    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0, G32=0),
+    _forward("forward_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=0, G32=1),
+    _forward("forward_probe_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=1, G32=1),
+    _forward("forward_split_v_g32", 4, CR=168, PR=112, NP=9, SP=5, VSPLIT=2, LAG=0, PROBE=0, G32=1),
     Variant(
         name="decide",
         module="flash_kda.sm90.kernels.decide",
@@ -216,10 +222,13 @@ VARIANTS: tuple[Variant, ...] = (
         },
         limits=Limits(registers=64),
     ),
-    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, TERMS=2),
+    _summary("summary", CR=176, PR=80, NP=7, SP=8, LAG=1, TERMS=2, G32=0),
+    _summary("summary_g32", CR=176, PR=80, NP=7, SP=6, LAG=1, TERMS=2, G32=1),
     _chain("chain", ROWS=16, STAGES=3),
     _warmup("warmup", 4, 4),
     _warmup("warmup_16", 16, 16),
+    _warmup("warmup_g32", 4, 4, "*fp32"),
+    _warmup("warmup_16_g32", 16, 16, "*fp32"),
 )
 """The variants that ship: the forward kernel with one CTA an item, the same with norms of states on the way, and with two CTAs
 that have half of V each; whether to cut; the state summary; states along pieces; the a-priori bound, with more tokens in

@@ -76,7 +76,8 @@ def emulate(case, initial_state=None):
     inside = chunks(torch.ones_like(case.beta)[..., None])
     gate = (chunks(case.g) + case.dt_bias[:, None]) * case.A_log.exp().clamp(max=3e38)[:, None, None]
     log_gamma = (case.lower_bound * torch.sigmoid(gate) * inside).cumsum(2)
-    strength = torch.sigmoid(chunks(case.beta[..., None])) * inside
+    strength = chunks(case.beta[..., None])
+    strength = (strength if case.beta_is_activated else torch.sigmoid(strength)) * inside
     q, k, v = unit(chunks(case.q)), unit(chunks(case.k)), chunks(case.v)
     qd, kd, ki = bf(q * log_gamma.exp()), bf(k * log_gamma.exp()), bf(k * (-log_gamma).exp())
     gamma = log_gamma[:, :, -1].exp()

@@ -9,6 +9,7 @@ import cases
 import pytest
 import torch
 from cases import D, nan_like, packed_offsets, rel, same_bits
+from test_forward import MULTIPLE, emulate
 
 import flash_kda
 from flash_kda.reference import forward, state_summary
@@ -139,10 +140,17 @@ def calls(name, case, **options):
 
 
 def agrees(case, results):
-    """With the fp64 token recurrence, to the tolerance of the other GPU tests."""
-    want, want_final = case.oracle(states(6, case.heads), OFFSETS.cuda())
-    assert rel(results[0], want, 2).max() < 1e-2
-    assert rel(results[1], want_final, 1).max() < 1e-2
+    """With the fp64 token recurrence, about as well as an honest evaluation with bf16 operands."""
+    start = states(6, case.heads)
+    wants = case.oracle(start, OFFSETS.cuda())
+    used = [n for n in range(6) if LENGTHS[n]]
+    honest = [emulate(case.cut(int(OFFSETS[n]), int(OFFSETS[n + 1])), start[n : n + 1]) for n in used]
+    kept = (results[0], results[1][used]), (wants[0], wants[1][used])
+    for got, want, mine, axis in zip(
+        *kept, (torch.cat([o for o, _ in honest], 1), torch.cat([h for _, h in honest])), (2, 1), strict=True
+    ):
+        error, unit = rel(got, want, axis), rel(mine, want, axis)
+        assert error.max() <= MULTIPLE * unit.max() + 2e-4, f"{error.tolist()} against honest {unit.tolist()}"
 
 
 def with_beta(case, beta):
@@ -159,10 +167,10 @@ def test_beta_in_fp32(call, heads):
     want = calls(call, case)
     got = calls(call, with_beta(case, case.beta.float()))
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
-    between = case.beta.float() * (1 + 2**-9)  # what bf16 cannot hold
-    got = calls(call, with_beta(case, between))
+    other = between(case.beta)
+    got = calls(call, with_beta(case, other))
     assert not same_bits(got[0], want[0])
-    agrees(replace(case, beta=between), got)
+    agrees(replace(case, beta=other), got)
 
 
 @BOTH
@@ -179,7 +187,9 @@ def test_activated_beta_up_to_two(call, dtype, heads):
 
 def test_summary_of_fp32_and_activated_beta():
     case = on_gpu(cases.random(130, 3))
-    plain = flash_kda.state_only(**case.summary(calc_mt=True, num_warmup_chunks=torch.full((1,), 9, device="cuda")), impl="sm90")
+    plain = flash_kda.state_only(
+        **case.summary(calc_mt=True, num_warmup_chunks=torch.full((1,), 9, device="cuda")), impl="sm90"
+    )
     same = with_beta(case, case.beta.float())
     got = flash_kda.state_only(**same.summary(calc_mt=True, num_warmup_chunks=torch.full((1,), 9, device="cuda")), impl="sm90")
     assert all(same_bits(a, b) for a, b in zip(got, plain, strict=True))
@@ -207,6 +217,121 @@ def test_neighbours_beta_of_nan_stays_where_it_is(call):
         healthy[170:203] = False
         assert same_bits(out[:, healthy], want[:, healthy])
         assert out[:, 170:203].isnan().any()
+
+
+def with_gate(case, g):
+    """In a view whose rows are no multiple of 8 elements apart, NaN around it."""
+    wide = torch.full((1, case.tokens, case.heads, D + 4), torch.nan, dtype=g.dtype, device="cuda")
+    wide[..., 4:] = g
+    return replace(case, g=wide[..., 4:])
+
+
+def between(x):
+    """fp32 that bf16 cannot hold: its rounding moves every element by 2^-10."""
+    return x.float() * (1 + 2**-10)
+
+
+@BOTH
+@pytest.mark.parametrize("heads", [2, 40])
+@pytest.mark.parametrize("name", ["random_5", "slow_eighth", "no_decay", "full_decay", "real_tiled", "distinct_a_log"])
+def test_g_in_fp32(call, heads, name):
+    case = on_gpu(cases.make(name, int(OFFSETS[-1]), heads))
+    want = calls(call, case)
+    got = calls(call, with_gate(case, case.g.float()))
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    other = between(case.g)
+    got = calls(call, with_gate(case, other))
+    if name in ("random_5", "real_tiled"):
+        assert not same_bits(got[0], want[0])
+        agrees(replace(case, g=other), got)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 40, 70])
+@pytest.mark.parametrize("tokens", [2053, 33, 16, 1])
+def test_g_in_fp32_of_all_lengths(heads, tokens):
+    """Rings that go round many times, with V split over two CTAs and without, in dense batches."""
+    case = on_gpu(cases.random(tokens, heads, batch=2, lower_bound=-0.5))
+    finals = nan_states(2, heads), nan_states(2, heads)
+    outs = [
+        fwd(some, final_state=final)[0] for some, final in zip((case, with_gate(case, case.g.float())), finals, strict=True)
+    ]
+    assert outs[0].isfinite().all()
+    assert same_bits(*outs)
+    assert same_bits(*finals)
+
+
+def test_g_in_fp32_in_many_short_sequences():
+    """More items than CTAs: the stages go on from one item to the next."""
+    lengths = [(7 * n) % 97 for n in range(300)]
+    offsets = packed_offsets(*lengths).cuda()
+    case = on_gpu(cases.random(int(offsets[-1]), 12))
+    finals = nan_states(300, 12), nan_states(300, 12)
+    for _ in range(5):
+        outs = [
+            fwd(some, final_state=final, cu_seqlens=offsets)[0]
+            for some, final in zip((case, with_gate(case, case.g.float())), finals, strict=True)
+        ]
+        assert same_bits(*outs)
+        assert same_bits(*finals)
+
+
+@BOTH
+def test_neighbours_g_of_nan_stays_where_it_is(call):
+    case = on_gpu(cases.random(int(OFFSETS[-1]), 2))
+    g = case.g.float()
+    want, _ = calls(call, with_gate(case, g))
+    g[:, 170:203] = torch.nan
+    function, cut = CUT[call]
+    out, _ = fwd(with_gate(case, g), function, initial_state=states(6, 2), cu_seqlens=OFFSETS.cuda(), **cut)
+    healthy = torch.ones(case.tokens, dtype=torch.bool, device="cuda")
+    healthy[170:203] = False
+    assert same_bits(out[:, healthy], want[:, healthy])
+    assert out[:, 170:203].isnan().any()
+
+
+def test_drift_of_fp32_gates():
+    """Long memory: a decay from a rounded g is another one after a thousand tokens."""
+    case = on_gpu(cases.gate(cases.random(2048, 2), -9.0))
+    case = replace(case, g=between(case.g), beta=torch.full_like(case.beta, -12))
+    start = states(1, 2)
+    final, rounded = nan_states(1, 2), nan_states(1, 2)
+    fwd(case, initial_state=start, final_state=final)
+    fwd(replace(case, g=case.g.bfloat16()), initial_state=start, final_state=rounded)
+    want = exact(case, start, 2048)
+    assert rel(final, want, 1).max() < 0.2 * rel(rounded, want, 1).max()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 40])
+def test_summary_and_bound_of_fp32_g(heads):
+    case = on_gpu(cases.make("random_half", 700, heads))
+    wide = with_gate(case, case.g.float())
+    offsets = packed_offsets(40, 0, 130, 33, 64, 1, 432).cuda()
+    for options in ({}, {"num_warmup_chunks": torch.full((7,), 3, device="cuda")}):
+        results = [
+            flash_kda.state_only(**some.summary(cu_seqlens=offsets), calc_mt=True, return_info=True, impl="sm90", **options)
+            for some in (case, wide)
+        ]
+        (ht, mt, info), (want_ht, want_mt, want_info) = results
+        assert ht.isfinite().all()
+        assert same_bits(ht, want_ht)
+        assert same_bits(mt, want_mt)
+        assert all(torch.equal(a, b) for a, b in zip(vars(info).values(), vars(want_info).values(), strict=True))
+    got, want = (flash_kda.get_warmup_chunks(**some.gates(cu_seqlens=offsets), impl="sm90") for some in (wide, case))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    some = with_gate(case, between(case.g))
+    ht, mt = flash_kda.state_only(**some.summary(cu_seqlens=offsets[-2:] - offsets[-2]), calc_mt=True, impl="sm90")
+    doubles = replace(some.cut(0, 432), **{n: getattr(some.cut(0, 432), n).double() for n in cases.TOKEN_INPUTS}).inputs()
+    summary = state_summary(doubles, torch.tensor([0, 432], device="cuda"), max_len=432)
+    assert rel(ht, summary.ht, 1).max() < 1e-2
+
+
+def test_certificate_with_fp32_g():
+    case = on_gpu(cases.make("random_half", 700, 3))
+    results = [
+        fwd(some, flash_kda.fwd_cp, segment_len=128, certificate=True) for some in (case, with_gate(case, case.g.float()))
+    ]
+    assert same_bits(results[0][0], results[1][0])
+    assert torch.equal(results[0][2].dropped, results[1][2].dropped)
 
 
 @BOTH

@@ -30,6 +30,9 @@ Shared memory, for each of SP stages (factors replace raw inputs in place)
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 128 / VSPLIT] bf16, and the stride of the loop over items.
 
+G32: a stage holds channels 0-63 of fp32 g where m will be, 64-127 lie in one of SP - 1 places of [32, 64] behind the last
+stage, free as soon as prep is done with the step; vec 420 says which. Elsewhere nothing differs.
+
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for `vec` or the end mark
     half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
@@ -64,6 +67,8 @@ from .strength import load_beta, strength
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+BOX_CHANNELS_FP32 = gl.constexpr(32)
+BOX_FP32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 
 HAS_INITIAL = gl.constexpr(bits.HAS_INITIAL)
 INITIAL_BF16 = gl.constexpr(bits.INITIAL_BF16)
@@ -88,6 +93,7 @@ def producer_warp(
     SP: gl.constexpr,
     VSPLIT: gl.constexpr,
     LAG: gl.constexpr,
+    G32: gl.constexpr,
 ):
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     layout, heads, n_items, ctas_s, flags = work
@@ -96,6 +102,9 @@ def producer_warp(
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    if G32:
+        g_boxes = tile_s._reinterpret(gl.float32, [8 * SP + 8, 32, 1, 32], gl.NVMMASharedLayout(128, 32, 3))
+        place = gl.program_id(0) * 0
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -127,9 +136,17 @@ def producer_warp(
             beta = load_beta(beta_ptr, beta_head + (t + lane).to(gl.int64) * beta_t, lane < left, flags)
             bar = rfull.index(s)
             mbarrier.wait(empty.index(s), phase)
-            mbarrier.expect(bar, 32 * 256 * 3 + 32 * 256 // VSPLIT)
+            if G32:
+                # the place was that of the step SP - 1 before, whose stage is the next one
+                following = gl.where(s == SP - 1, 0, s + 1)
+                mbarrier.wait(full.index(following), gl.where(s == SP - 1, phase ^ 1, phase))
+            mbarrier.expect(bar, 32 * 256 * (4 if G32 else 3) + 32 * 256 // VSPLIT)
             for j in range(two):
-                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
+                if G32:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 32 * j], bar, g_boxes.index(8 * s + 4 * j + 2))
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 64 + 32 * j], bar, g_boxes.index(8 * SP + 4 * j + place))
+                else:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
                 tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 if j < 2 // VSPLIT:
@@ -138,6 +155,9 @@ def producer_warp(
             vec.slice(0, 128).store(bias)
             vec.slice(384, 32).store(strength(beta, flags))
             vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
+            if G32:
+                vec.slice(420, 4).store(gl.full([4], 0.0, gl.float32, V1) + place.to(gl.float32))
+                place = gl.where(place == SP - 2, 0, place + 1)
             done += 1
             if (GAP > 0) & (done > GAP):
                 mbarrier.wait(rfull.index(b), b_phase)
@@ -354,6 +374,7 @@ def kda_forward(
     VSPLIT: gl.constexpr,
     LAG: gl.constexpr,
     PROBE: gl.constexpr,
+    G32: gl.constexpr,
 ):
     """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
 
@@ -381,12 +402,13 @@ def kda_forward(
         flags: of flags.py.
         lower_bound in [-5, 0], scale: fp32.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
+        G32: g_desc is fp32, boxes of [32, 1, 32]. SP is 5 then: SP - 1 places of [32, 64] fp32 are as large as a stage.
         PROBE: store norms of states on the way; costs time and instruction cache, so a variant of its own.
         LAG: steps by which second tiles trail first ones in the order of prep.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP + G32, 128, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     z_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 32, 32], gl.NVMMASharedLayout(32, 16, 2))
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
@@ -423,34 +445,52 @@ def kda_forward(
         gl.warp_specialize(
             [
                 (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
+                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, G32)),
             ],
             [1, 1, 1, 1, 1, 1, 1, 1],
             [PR, PR, PR, PR, PR, PR, PR, PR],
+        )
+    elif NP == 9:
+        gl.warp_specialize(
+            [
+                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
+                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG, G32)),
+            ],
+            [1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+            [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],
         )
     else:
         gl.warp_specialize(
             [
                 (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG)),
+                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 2, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 3, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 4, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 5, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 6, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 7, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 8, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 9, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, 10, NP, SP, VSPLIT, LAG, G32)),
             ],
             [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
             [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],

@@ -18,7 +18,8 @@ Warp roles
     prep        NP warps: turns as in prep.py
 
 Shared memory, for each of SP stages (factors replace raw inputs in place)
-    tile 3 x [32, 128] bf16   k, then d, then W; g, then m, the first 16 rows then Kr1; v, then U
+    tile 3 x [32, 128] bf16   k, then d, then W; g, then m, the first 16 rows then Kr1; v, then U; with fp32 g (G32) a fourth
+                              tile, its channels 64-127
     vec [512] fp32            0-415 and META at 416-419 as in forward.py, but the tokens left count to 32 at most and the
                               scale is not there; 420 the norm test: the largest scaled squared norm that stops, below -1: none
 and rk [NP, 16]; norm, the scaled squared norm at the last test; loops, the trips of prep's loops: 2, after the stop 0.
@@ -52,6 +53,8 @@ from .strength import load_beta, strength
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+BOX_CHANNELS_FP32 = gl.constexpr(32)
+BOX_FP32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 NORM_SCALE = gl.constexpr(2.0**32)  # of M before it is squared: entries down to 2^-95 count
 
 CUT_ON_DEVICE = gl.constexpr(bits.CUT_ON_DEVICE)
@@ -79,14 +82,19 @@ def extent(work):
 
 
 @gluon.jit
-def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
+def producer_warp(
+    work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, G32: gl.constexpr
+):
     """Fill stages with steps, last to first, until all are issued or the consumers stop; then mark the end for prep."""
     layout, heads, flags, num_chunks_ptr = work
     tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group = params
-    # the tiles as the six [32, 64] swizzled boxes a stage that TMA writes
-    boxes = tile_s._reinterpret(gl.bfloat16, [6 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    # the tiles as the six (G32: eight) [32, 64] swizzled boxes a stage that TMA writes
+    BOXES: gl.constexpr = 8 if G32 else 6
+    boxes = tile_s._reinterpret(gl.bfloat16, [BOXES * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    if G32:
+        g_boxes = tile_s._reinterpret(gl.float32, [BOXES * SP, 32, 1, 32], gl.NVMMASharedLayout(128, 32, 3))
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -123,11 +131,15 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
         if scalar(loops_s) == 0:  # written before the arrival that ended the wait
             first = -1
         else:
-            mbarrier.expect(bar, 32 * 256 * 3)
+            mbarrier.expect(bar, 32 * 128 * BOXES)
             for j in gl.static_range(2):
-                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(6 * s + j + 2))
-                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(6 * s + j))
-                tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(6 * s + j + 4))
+                if G32:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 32 * j], bar, g_boxes.index(BOXES * s + j + 2))
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 32 * j + 64], bar, g_boxes.index(BOXES * s + j + 6))
+                else:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(BOXES * s + j + 2))
+                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(BOXES * s + j))
+                tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(BOXES * s + j + 4))
             if done == 0:  # after the first loads, lest they wait for this one
                 neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
             vec = vec_s.index(s)
@@ -170,7 +182,7 @@ def producer_warp(work, smem, k_desc, v_desc, g_desc, params, NP: gl.constexpr, 
 
 
 @gluon.jit
-def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
+def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, G32: gl.constexpr):
     """Turns as those of prep.prep_warp; after a stop tiles are passed on as they are."""
     tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
@@ -184,9 +196,9 @@ def prep_warp(smem, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: 
     while left > 0.0:
         if scalar(loops_s) != 0:
             if left > 16.0 * T:
-                prep_tile(tile_s, vec_s, loops_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128, False)
+                prep_tile(tile_s, vec_s, loops_s, rk_s.index(WID), half.index(s), s, T, phase, two, 128, False, G32)
             else:
-                skip_tile(tile_s, vec_s, half.index(s), s, phase, two, False)
+                skip_tile(tile_s, vec_s, half.index(s), s, phase, two, False, G32)
         fence_async_shared()
         if T == 0:
             mbarrier.arrive(half.index(s), count=1)
@@ -213,11 +225,12 @@ def quarter(M, c: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr):
+def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr, G32: gl.constexpr):
     """The scan, 16 rows of M and H a warp."""
     layout, heads, flags, num_chunks_ptr = work
     tile_s, vec_s, loops_s, norm_s, rk_s, bars = smem
     rfull, half, full, empty = bars
+    TILES: gl.constexpr = 4 if G32 else 3
     ht_ptr, mt_ptr, needs_mt_ptr, chunks_ptr, norm_ptr = outputs
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16])
     P_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
@@ -242,7 +255,7 @@ def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr):
         P = zero
         for c in gl.static_range(4):
             A = gl.convert_layout(quarter(M, c, P_L), A_M, assert_trivial=True)
-            B = tile_s.index(3 * s + 1).slice(32 * c, 32, dim=1).permute([1, 0])
+            B = tile_s.index(TILES * s + 1).slice(32 * c, 32, dim=1).permute([1, 0])
             P = warpgroup_mma(A, B, P, use_acc=c > 0, is_async=True)
             if c < 3:
                 P, M = warpgroup_mma_wait(0, deps=(P, M))
@@ -251,10 +264,10 @@ def consumer(work, smem, outputs, SP: gl.constexpr, TERMS: gl.constexpr):
         hi = (-P).to(gl.bfloat16)
         lo = gl.convert_layout((-P - hi.to(gl.float32)).to(gl.bfloat16), A_P, assert_trivial=True)
         hi = gl.convert_layout(hi, A_P, assert_trivial=True)
-        M = warpgroup_mma(hi, tile_s.index(3 * s), M, is_async=True)
-        H = warpgroup_mma(hi, tile_s.index(3 * s + 2), H, is_async=True)
+        M = warpgroup_mma(hi, tile_s.index(TILES * s), M, is_async=True)
+        H = warpgroup_mma(hi, tile_s.index(TILES * s + 2), H, is_async=True)
         if TERMS == 2:
-            H = warpgroup_mma(lo, tile_s.index(3 * s + 2), H, is_async=True)
+            H = warpgroup_mma(lo, tile_s.index(TILES * s + 2), H, is_async=True)
         M, H = warpgroup_mma_wait(0, deps=(M, H))
         bound = scalar(vec.slice(420, 1))
         mbarrier.arrive(empty.index(s), count=1)
@@ -335,6 +348,7 @@ def kda_summary(
     SP: gl.constexpr,
     LAG: gl.constexpr,
     TERMS: gl.constexpr,
+    G32: gl.constexpr,
 ):
     """Launch with a CTA of 512 threads an item on grid axis x: num_warps = 8. Items: rows * heads, row * heads + head.
 
@@ -351,16 +365,17 @@ def kda_summary(
             the segment's start.
         needs_mt_ptr, chunks_ptr: [rows, heads] int32: 1 if the scan reached the start, else 0; chunks of 16 replayed.
         norm_ptr: [rows, heads] fp32, ||M||_F at the last test.
-        flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT, BETA_*; FILL: write ht and mt everywhere, mt = 0 after an exit, ht = 0
-            and mt = I for rows without tokens (else left alone).
+        flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT, BETA_*; FILL: write ht and mt everywhere, mt = 0 after an exit,
+            ht = 0 and mt = I for rows without tokens (else left alone).
         eps: fp32, the scan stops at ||M||_F <= eps.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. LAG: as in kda_forward.
         TERMS: bf16 terms of P in the products for H, 1 or 2.
+        G32: g_desc is fp32, boxes of [32, 1, 32].
     """
     let_next_start()
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    tile_s = gl.allocate_shared_memory(gl.bfloat16, [3 * SP, 32, 128], TILE)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [(4 if G32 else 3) * SP, 32, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     rk_s = gl.allocate_shared_memory(gl.float32, [NP, 16], VEC)
     loops_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
@@ -388,15 +403,15 @@ def kda_summary(
     outputs = (ht_ptr, mt_ptr, needs_mt_ptr, chunks_ptr, norm_ptr)
     gl.warp_specialize(
         [
-            (consumer, (work, smem, outputs, SP, TERMS)),
-            (producer_warp, (work, smem, k_desc, v_desc, g_desc, params, NP, SP, LAG)),
-            (prep_warp, (smem, 0, NP, SP, LAG)),
-            (prep_warp, (smem, 1, NP, SP, LAG)),
-            (prep_warp, (smem, 2, NP, SP, LAG)),
-            (prep_warp, (smem, 3, NP, SP, LAG)),
-            (prep_warp, (smem, 4, NP, SP, LAG)),
-            (prep_warp, (smem, 5, NP, SP, LAG)),
-            (prep_warp, (smem, 6, NP, SP, LAG)),
+            (consumer, (work, smem, outputs, SP, TERMS, G32)),
+            (producer_warp, (work, smem, k_desc, v_desc, g_desc, params, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 0, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 1, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 2, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 3, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 4, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 5, NP, SP, LAG, G32)),
+            (prep_warp, (smem, 6, NP, SP, LAG, G32)),
         ],
         [1, 1, 1, 1, 1, 1, 1, 1],
         [PR, PR, PR, PR, PR, PR, PR, PR],
