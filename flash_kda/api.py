@@ -291,16 +291,17 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
-    cut_further = False
-    if auto_cp and checkpoint_states is not None and (fixed_plan or segment_len is not None):
-        cut_further = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu) is not None
+    saving, cannot_save = _saving(problem)
+    cut_further = None
+    if auto_cp and cannot_save is not None and (fixed_plan or segment_len is not None):
+        cut_further = cannot_save if _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu) is not None else None
     path = _choose(impl, problem, out, initial_state, final_state, cut_further)
     made = None
     if not auto_cp:
         _forward(problem, path, out, initial_state, final_state)
     elif path == "sm90":
         cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
-        if checkpoint_states is not None:
+        if cannot_save is not None:
             cut = None  # the plan's own cuts give way to those of the checkpoints
         if cut is not None and certificate:
             cut = replace(cut, only_if_longer=0)  # a certificate names the pieces, so the host has to
@@ -319,6 +320,7 @@ def fwd_cp(
                 final_state=final_state,
                 out_index=problem.final_state_indices,
                 certify=certificate,
+                saving=saving,
                 memo=problem.memo,
             )
             made = _certify(problem, cut, scan) if certificate else None
@@ -520,13 +522,13 @@ def _choose(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
-    cut_further: bool = False,
+    cut_further: str | None = None,
 ) -> str:
-    """Who runs the forward stage on these tensors."""
+    """Who runs the forward stage on these tensors; cut_further tells why not the kernels, if they could."""
 
     def refusal() -> str | None:
-        if cut_further:
-            return "the kernels take no checkpoints in sequences that are cut"
+        if cut_further is not None:
+            return cut_further
         indices = (problem.initial_state_indices, problem.final_state_indices)
         return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, *indices, problem.memo)
 
@@ -541,8 +543,9 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
         "final_state": final_state,
         "out_index": problem.final_state_indices,
     }
-    if path == "sm90" and problem.checkpoint_states is None:
-        sm90.forward(inputs, offsets, out, max_len=problem.max_len, **states, memo=problem.memo)
+    saving, cannot_save = _saving(problem)
+    if path == "sm90" and cannot_save is None:
+        sm90.forward(inputs, offsets, out, max_len=problem.max_len, **states, saving=saving, memo=problem.memo)
         return
     offsets = problem.offsets()
     with torch.no_grad():
@@ -555,6 +558,17 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             checkpoints.forward(stage, _cuts(problem, whole), inputs, offsets, packed, **states)
         if packed is not out:
             _unpack(packed, out)
+
+
+def _saving(problem: check.Problem) -> tuple[sm90.Saving | None, str | None]:
+    """What the kernels store of the checkpoints that were asked for, or why they cannot."""
+    states = problem.checkpoint_states
+    if states is None or states.numel() == 0:
+        return None, None
+    if problem.inputs.tokens == 0:
+        return None, "there are no tokens"
+    saving = sm90.Saving(states, problem.checkpoint_offsets, problem.checkpoint_every)
+    return saving, sm90.saving_refusal(saving)
 
 
 def _cuts(problem: check.Problem, segments: checkpoints.Segments) -> checkpoints.Cuts:

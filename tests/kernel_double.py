@@ -7,6 +7,7 @@ their addresses, so a wrong stride, slot, flag or offset shows in the results.
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 from cases import D
@@ -26,6 +27,42 @@ def memory(address, dtype, shape, strides):
     elements = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
     buffer = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
+
+
+def save(given, inputs, offsets, state):
+    """Checkpoints: each by a run that stops there. Before the call itself, which may write over initial states."""
+    heads, every, columns = given["heads"], given["every"], given["columns"]
+    dtype = torch.bfloat16 if given["flags"] & flags.SAVED_BF16 else torch.float32
+    shape, strides = (given["saved_rows"], heads, D, D), (given["saved_stride"], D * D, D, 1)
+    saved = memory(given["saved_ptr"], dtype, shape, strides)
+    for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if every:
+            asked = [(begin // every + j - 1, j * every) for j in range(1, (end - begin) // every + 1)]
+        else:
+            words = memory(
+                given["saved_at_ptr"], torch.int32, (n + 1, columns, 2), (given["saved_at_n"], given["saved_at_c"], 1)
+            )
+            at = [int(low) for low, _ in words[n].tolist()]
+            if given["flags"] & flags.SAVED_AT_INT64:
+                at = [low % 2**32 + (high << 32) for low, high in words[n].tolist()]
+            asked = [(n * columns + c, tokens) for c, tokens in enumerate(at) if tokens > 0]
+        for row, tokens in asked:
+            if tokens % 16 or tokens > end - begin:
+                saved[row] = torch.nan
+                continue
+            index = state["in_index"][n : n + 1] if "in_index" in state else torch.tensor([n])
+            stop, scratch = torch.tensor([begin, begin + tokens]), torch.zeros(inputs.tokens, heads, D, dtype=torch.bfloat16)
+            final = torch.zeros(1, heads, D, D)
+            forward(
+                inputs,
+                stop,
+                scratch,
+                max_len=tokens,
+                initial_state=state.get("initial_state"),
+                in_index=index,
+                final_state=final,
+            )
+            saved[row] = final[0].to(dtype)
 
 
 class ForwardDouble:
@@ -73,6 +110,9 @@ class ForwardDouble:
         activated = bool(has & flags.BETA_ACTIVATED)
         numbers = {name: given[name] for name in ("lower_bound", "scale")}
         inputs = Inputs(**tensors, **parameters, **numbers, beta_is_activated=activated)
+        assert self.name.startswith("forward_checkpoints") == bool(given["saved_ptr"])
+        if given["saved_ptr"]:
+            save(given, inputs, offsets.clamp(0, tokens).tolist(), state)
         packed = out.contiguous()
         forward(inputs, offsets.clamp(0, tokens), packed, max_len=tokens, **state)
         out.copy_(packed)

@@ -52,7 +52,9 @@ def fwd(case, **options):
 
 
 def test_forward_variants_share_one_signature():
-    assert SIGNATURES["forward"] == SIGNATURES["forward_split_v"]
+    for name, signature in SIGNATURES.items():
+        if name.startswith("forward") and not name.endswith(stages.FP32_GATE):
+            assert list(signature.items()) == list(SIGNATURES["forward"].items())
 
 
 def test_grouped_heads_are_not_repeated(launches):
@@ -287,6 +289,36 @@ def test_one_long_sequence_is_cut_by_itself(launches):
     fwd_cp(cases.random(4096, 12))
     assert [call["kernel"] for call in launches] == ["summary", "chain", "forward"]
     assert launches[2]["n_slots"] == (4096 - 1) // launches[2]["seg_len"]
+
+
+@pytest.mark.parametrize("g", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("certificate", [False, True])
+def test_checkpoints_in_cut_sequences(launches, g, certificate):
+    case = cases.random(200, 1)
+    case = replace(case, g=case.g.to(g))
+    chosen, saved = torch.full((1, 9), 64), cases.state(9, 1, torch.bfloat16)[None]
+    options = {"checkpoint_states": saved, "checkpoint_offsets": chosen[:, ::3]}
+    fwd_cp(case, **options | {"checkpoint_states": saved[:, 3:6]}, segment_len=64, certificate=certificate)
+    forward = launches[2]
+    suffix = ("_probe" if certificate else "_split_v") + ("" if g == torch.bfloat16 else stages.FP32_GATE)
+    assert [call["kernel"].removesuffix(stages.FP32_GATE) for call in launches[:2]] == ["summary", "chain"]
+    assert forward["kernel"] == "forward_checkpoints" + suffix
+    assert forward["n_slots"] == 3
+    assert (forward["saved_ptr"], forward["saved_stride"], forward["saved_rows"]) == (saved[:, 3:].data_ptr(), D * D, 3)
+    assert (forward["saved_at_ptr"], forward["every"], forward["columns"]) == (chosen.data_ptr(), 0, 3)
+    assert (forward["saved_at_n"], forward["saved_at_c"]) == (18, 6)
+    assert forward["flags"] & (flags.SAVED_BF16 | flags.SAVED_AT_INT64) == flags.SAVED_BF16 | flags.SAVED_AT_INT64
+    launches.clear()
+    fwd_cp(case, checkpoint_states=cases.state(12, 1), checkpoint_every=16, segment_len=64)
+    assert launches[2]["kernel"].startswith("forward_checkpoints_split_v")
+    assert (launches[2]["every"], launches[2]["columns"], launches[2]["saved_rows"]) == (16, 1, 12)
+    assert launches[2]["saved_at_ptr"] == 0
+    assert not launches[2]["flags"] & (flags.SAVED_BF16 | flags.SAVED_AT_INT64)
+
+
+def test_rows_that_do_not_exist_need_no_checkpoints(launches):
+    fwd(cases.random(40, 1), checkpoint_states=cases.state(0, 1), checkpoint_every=64)
+    assert launches[0]["kernel"] == "forward_split_v"
 
 
 def test_short_sequences_are_not_cut(launches):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..constants import EXIT_EPS
+from ..constants import EXIT_EPS, HEAD_DIM
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
@@ -25,12 +25,45 @@ WHOLE = 2**30
 VECTOR = 16
 """Bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
 
+STATE = (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
+"""Strides of a [H, V, K] state."""
+
 FP32_GATE = "_g32"
 """Ends the name of the variant that reads g in fp32."""
 
 LONG = 1024
 """Mean tokens a segment from which each item gets a CTA of its own: the hardware then evens out unequal lengths, which gains
 more than the CTAs' starts cost. Below, as many CTAs as SMs take the items in turn. Measured: docs/measured.md."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """States on the way that the forward kernel stores.
+
+    Attributes:
+        states, offsets, every: ``checkpoint_states``, ``checkpoint_offsets`` and ``checkpoint_every`` of ``fwd``; one of the
+            last two is None.
+    """
+
+    states: Tensor
+    offsets: Tensor | None
+    every: int | None
+
+    def step(self) -> int:
+        """Elements from one state to the next."""
+        return self.states.stride(1 if self.states.dim() == 5 and self.states.shape[1] > 1 else 0)
+
+
+def saving_refusal(saving: Saving) -> str | None:
+    """Why the forward kernel cannot store these states itself, or None."""
+    states = saving.states
+    axes = zip(states.stride()[-3:], STATE, states.shape[-3:], strict=True)
+    if any(step != want for step, want, n in axes if n > 1) or saving.step() % 4:
+        return (
+            f"checkpoint_states has strides {states.stride()}, the kernels need contiguous [H,V,K] states, multiples of 4 "
+            f"elements apart"
+        )
+    return misaligned(("checkpoint_states", states))
 
 
 def refusal(
@@ -129,6 +162,7 @@ def forward(
     taken: Tensor | None = None,
     chunks: Tensor | None = None,
     entering: Tensor | None = None,
+    saving: Saving | None = None,
     overlap: bool = False,
     memo: dict[Any, Any] | None = None,
 ) -> None:
@@ -146,6 +180,7 @@ def forward(
         taken: ``[M, H]`` int32 zeros, needed with ``slots`` where ``initial_state`` and ``final_state`` share memory.
         chunks, entering: ``[M, H]`` int32 and fp32: store the norm of the state that enters the last ``chunks`` chunks of each
             piece, where there are any before.
+        saving: states on the way to store; needs tokens, and :func:`saving_refusal` to have nothing against it.
         overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
@@ -170,6 +205,7 @@ def forward(
             decided,
             taken,
             chunks,
+            saving,
         )
         if memo is not None:
             memo["call"] = call
@@ -206,6 +242,8 @@ def forward(
                 decided,
                 in_index,
                 out_index,
+                None if saving is None else saving.states,
+                None if saving is None else saving.offsets,
             )
         ),
         *call.scalars,
@@ -334,6 +372,7 @@ class _Call:
         decided: Tensor | None,
         taken: Tensor | None,
         probe: Tensor | None,
+        saving: Saving | None,
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
@@ -363,9 +402,22 @@ class _Call:
         bits |= _beta_bits(inputs)
         for state, bit in ((initial_state, flags.INITIAL_BF16), (final_state, flags.FINAL_BF16)):
             bits |= bit if state is not None and state.dtype == torch.bfloat16 else 0
+        saved: tuple[int, ...] = (0,) * 6
+        if saving is not None:
+            states, at = saving.states, saving.offsets
+            bits |= flags.SAVED_BF16 if states.dtype == torch.bfloat16 else 0
+            bits |= flags.SAVED_AT_INT64 if at is not None and at.dtype == torch.int64 else 0
+            columns, steps = 1, (0, 0)
+            if at is not None:
+                columns = at.shape[1] if at.dim() == 2 else 1
+                steps = tuple(step * at.element_size() // 4 for step in (*at.stride(), 0)[:2])
+            saved = (saving.every or 0, columns, states.shape[:-3].numel(), saving.step(), *steps)
         slots = [(0, 0) if state is None else (state.shape[0], state.stride(0)) for state in (initial_state, final_state)]
         return _Call(
-            ("forward_split_v" if split == 2 else "forward" if probe is None else "forward_probe") + gate_suffix(inputs.g),
+            "forward"
+            + ("_checkpoints" if saving is not None else "")
+            + ("_split_v" if split == 2 else "_probe" if probe is not None else "")
+            + gate_suffix(inputs.g),
             out.device.index,
             ctas * split,
             tuple(_view(x, tokens) for x in (q, inputs.k, inputs.v, inputs.g, out)),
@@ -388,6 +440,7 @@ class _Call:
                 *out.stride()[-3:-1],
                 slots[0][1],
                 slots[1][1],
+                *saved,
                 inputs.lower_bound,
                 inputs.scale,
             ),

@@ -102,10 +102,13 @@ _FORWARD: dict[str, str] = {
         "cut_ptr": "*i32",
         "in_index_ptr": "*i32",
         "out_index_ptr": "*i32",
+        "saved_ptr": "*fp32",
+        "saved_at_ptr": "*i32",
     },
     **dict.fromkeys(("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len"), "i32"),
     **dict.fromkeys(("flags", "in_slots", "out_slots", "in_words", "out_words"), "i32"),
     **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
+    **{"every": "i32", "columns": "i32", "saved_rows": "i32", "saved_stride": "i64", "saved_at_n": "i64", "saved_at_c": "i64"},
     **{"lower_bound": "fp32", "scale": "fp32"},
 }
 
@@ -119,10 +122,11 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
         module="flash_kda.sm90.kernels.forward",
         function="kda_forward",
         signature=_FORWARD | (_FP32_GATE if constexprs["G32"] else {}),
-        limits=Limits(registers=128),
+        # with checkpoints: eight values of a step, and what the last step or a store of states needs; mostly around the loop
+        limits=Limits(registers=128, spill_bytes=(256, 512)[constexprs["PROBE"]] if constexprs["CHECKPOINTS"] else 0),
         constexprs=constexprs,
         num_warps=num_warps,
-        aligned=("h0_ptr", "ht_ptr", "slots_ptr"),
+        aligned=("h0_ptr", "ht_ptr", "slots_ptr", "saved_ptr"),
     )
 
 
@@ -206,12 +210,18 @@ def _warmup(name: str, chunks: int, num_warps: int, gate: str = "*bf16") -> Vari
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0, G32=0),
-    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1, G32=0),
-    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0, G32=0),
-    _forward("forward_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=0, G32=1),
-    _forward("forward_probe_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=1, G32=1),
-    _forward("forward_split_v_g32", 4, CR=168, PR=112, NP=9, SP=5, VSPLIT=2, LAG=0, PROBE=0, G32=1),
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0, G32=0, CHECKPOINTS=0),
+    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1, G32=0, CHECKPOINTS=0),
+    _forward("forward_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0, G32=0, CHECKPOINTS=0),
+    _forward("forward_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=0, G32=1, CHECKPOINTS=0),
+    _forward("forward_probe_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=1, G32=1, CHECKPOINTS=0),
+    _forward("forward_split_v_g32", 4, CR=168, PR=112, NP=9, SP=5, VSPLIT=2, LAG=0, PROBE=0, G32=1, CHECKPOINTS=0),
+    _forward("forward_checkpoints", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=0, G32=0, CHECKPOINTS=1),
+    _forward("forward_checkpoints_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=1, PROBE=1, G32=0, CHECKPOINTS=1),
+    _forward("forward_checkpoints_split_v", 4, CR=168, PR=112, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0, G32=0, CHECKPOINTS=1),
+    _forward("forward_checkpoints_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=0, G32=1, CHECKPOINTS=1),
+    _forward("forward_checkpoints_probe_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=1, PROBE=1, G32=1, CHECKPOINTS=1),
+    _forward("forward_checkpoints_split_v_g32", 4, CR=168, PR=112, NP=9, SP=5, VSPLIT=2, LAG=0, PROBE=0, G32=1, CHECKPOINTS=1),
     Variant(
         name="decide",
         module="flash_kda.sm90.kernels.decide",

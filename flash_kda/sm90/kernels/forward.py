@@ -59,6 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
+from .checkpoints import first_checkpoint, kept_here_64, refuse, save
 from .overlap import wait_for_previous
 from .prep import INV_SHIFT, LOG2E, gate_slope, kept_here, prep_warp, to_fp32
 from .segments import locate, scalar, state_slot
@@ -188,7 +189,20 @@ def producer_warp(
 
 
 @gluon.jit
-def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexpr, VSPLIT: gl.constexpr, PROBE: gl.constexpr):
+def consumer(
+    work,
+    smem,
+    o_s,
+    out_desc,
+    outputs,
+    states,
+    pieces,
+    saving,
+    SP: gl.constexpr,
+    VSPLIT: gl.constexpr,
+    PROBE: gl.constexpr,
+    CHECKPOINTS: gl.constexpr,
+):
     """The recurrence, 4 warps for each 64 V channels: P|O = St [W|Q]^T is one N = 64 product, then S and O take R.
 
     One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
@@ -203,6 +217,7 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 128, 16])
     R_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 32, 16])
     PQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 64, 16])
+    R1_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 16, 16])
     A_R: gl.constexpr = gl.DotOperandLayout(0, R_L, 2)
     A_P: gl.constexpr = gl.DotOperandLayout(0, PQ_L, 2)
     A_S: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
@@ -221,6 +236,8 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         head = item % heads
         begin, length, sequence, before, first = locate(item // heads, layout)
+        if CHECKPOINTS:
+            due = first_checkpoint(saving, layout, item, heads, flags)  # in tokens of this piece
         S = gl.zeros([MV, 128], gl.float32, S_L)
         if before >= 0:
             S = gl.load(slots_ptr + (before.to(gl.int64) * heads + head) * 16384 + s_off)
@@ -257,7 +274,18 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
             P = gl.convert_layout(P, R_L, assert_trivial=True)
             O = gl.convert_layout(O, R_L, assert_trivial=True)
             R = (u - P).to(gl.bfloat16)
-            S = warpgroup_mma(gl.convert_layout(R, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
+            RS = R
+            if CHECKPOINTS:
+                done = length - left
+                if (due == done + 16) & (left >= 16):
+                    # the first tile's share at once, then the rest of the product, which adds to the same sums in order
+                    R1, R2 = gl.split(gl.permute(gl.reshape(R, [MV, 2, 16]), [0, 2, 1]))
+                    R1 = gl.convert_layout(gl.convert_layout(R1, R1_L, assert_trivial=True), A_S, assert_trivial=True)
+                    S = warpgroup_mma(R1, tile.slice(64, 16), S, is_async=True)
+                    S = warpgroup_mma_wait(0, deps=(S,))
+                    due = save(S, 1.0 / INV_SHIFT, due, saving, layout, item, heads, vchan, sv * 128 + sk, flags)
+                    RS = gl.where(ot >= 16, R, gl.full([MV, 32], 0.0, gl.bfloat16, R_L))
+            S = warpgroup_mma(gl.convert_layout(RS, A_S, assert_trivial=True), tile.slice(64, 32), S, is_async=True)
             OZ = warpgroup_mma(
                 gl.convert_layout(R, A_R, assert_trivial=True),
                 z_s.index(s).permute([1, 0]),
@@ -278,8 +306,13 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
                     tma.async_copy_shared_to_global(out_desc, [token, head, vchan + 64 * j], boxes.index(j))
             else:
                 # rows past the end belong to someone else
+                if CHECKPOINTS:
+                    out_t = kept_here_64(out_t)
                 row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan
                 gl.store(row + ot * out_t + ov, out, mask=(ot < left) & (ov >= 0))
+            if CHECKPOINTS:  # noqa: SIM102  (a constant)
+                if (due == length - left + 32) & (left >= 32):
+                    due = save(S, 1.0, due, saving, layout, item, heads, vchan, sv * 128 + sk, flags)
             left -= 32
             s += 1
             if s == SP:
@@ -298,6 +331,9 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
                     gl.store(ht_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off, S.to(gl.bfloat16))
                 else:
                     gl.store(ht_ptr + off + s_off, S)
+        if CHECKPOINTS:
+            S = gl.full([MV, 128], float("nan"), gl.float32, S_L)
+            refuse(S, saving, layout, item, n_slots, heads, vchan, sv * 128 + sk, flags)
     tma.store_wait(0)
 
 
@@ -323,6 +359,12 @@ def consumer(work, smem, o_s, out_desc, outputs, states, pieces, SP: gl.constexp
         "out_h",
         "h0_stride",
         "ht_stride",
+        "every",
+        "columns",
+        "saved_rows",
+        "saved_stride",
+        "saved_at_n",
+        "saved_at_c",
     )
 )
 def kda_forward(
@@ -345,6 +387,8 @@ def kda_forward(
     cut_ptr,
     in_index_ptr,
     out_index_ptr,
+    saved_ptr,
+    saved_at_ptr,
     heads,
     qk_group,
     n_items,
@@ -365,6 +409,12 @@ def kda_forward(
     out_h,
     h0_stride,
     ht_stride,
+    every,
+    columns,
+    saved_rows,
+    saved_stride,
+    saved_at_n,
+    saved_at_c,
     lower_bound,
     scale,
     CR: gl.constexpr,
@@ -375,6 +425,7 @@ def kda_forward(
     LAG: gl.constexpr,
     PROBE: gl.constexpr,
     G32: gl.constexpr,
+    CHECKPOINTS: gl.constexpr,
 ):
     """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
 
@@ -395,6 +446,12 @@ def kda_forward(
             Frobenius norm of the state that enters them, stored where there are tokens before.
         in_index_ptr, out_index_ptr: int32 row of each sequence, in_words, out_words apart, read if `flags` says so (else
             row = sequence). Rows < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
+        saved_ptr: (CHECKPOINTS) [saved_rows, heads, 128 (V), 128 (K)], states on the way as ht_ptr holds final ones, dtype
+            by `flags`, rows saved_stride elements apart, a multiple of 4: that after the j-th `every` tokens of a sequence
+            that begins at token t in row t // every + j - 1 (columns = 1), or, every = 0, that after the tokens of
+            saved_at_ptr[n, c] in row n * columns + c.
+        saved_at_ptr: [n_seqs, columns], strides saved_at_n, saved_at_c in 32-bit words, int32 or (`flags`) int64: multiples of
+            16 up to the sequence's length; 0 or less for none; NaN is stored where it is anything else.
         heads, qk_group: value heads; value heads that share a q, k head.
         n_items: (n_slots + n_seqs) * heads. t_total: tokens.
         n_slots, seg_len: pieces that have a successor, at most, and their tokens (segments.py); 0 leaves sequences whole.
@@ -404,6 +461,7 @@ def kda_forward(
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
         G32: g_desc is fp32, boxes of [32, 1, 32]. SP is 5 then: SP - 1 places of [32, 64] fp32 are as large as a stage.
         PROBE: store norms of states on the way; costs time and instruction cache, so a variant of its own.
+        CHECKPOINTS: the same of states.
         LAG: steps by which second tiles trail first ones in the order of prep.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -440,11 +498,12 @@ def kda_forward(
     outputs = (out_ptr, out_t, out_h)
     states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_words, out_words, in_slots, out_slots, h0_stride, ht_stride)
     pieces = (slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr)
+    saving = (saved_ptr, saved_at_ptr, every, columns, saved_rows, saved_stride, saved_at_n, saved_at_c)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
+                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, saving, SP, VSPLIT, PROBE, CHECKPOINTS)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
                 (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, G32)),
                 (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, G32)),
@@ -460,7 +519,7 @@ def kda_forward(
     elif NP == 9:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
+                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, saving, SP, VSPLIT, PROBE, CHECKPOINTS)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
                 (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, G32)),
                 (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, G32)),
@@ -478,7 +537,7 @@ def kda_forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
+                (consumer, (work, smem, o_s, out_desc, outputs, states, pieces, saving, SP, VSPLIT, PROBE, CHECKPOINTS)),
                 (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
                 (prep_warp, (smem, 0, NP, SP, VSPLIT, LAG, G32)),
                 (prep_warp, (smem, 1, NP, SP, VSPLIT, LAG, G32)),
