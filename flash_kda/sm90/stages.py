@@ -407,7 +407,8 @@ class _Call:
             states, at = saving.states, saving.offsets
             bits |= flags.SAVED_BF16 if states.dtype == torch.bfloat16 else 0
             bits |= flags.SAVED_AT_INT64 if at is not None and at.dtype == torch.int64 else 0
-            columns, steps = 1, (0, 0)
+            columns = 1
+            steps: tuple[int, ...] = (0, 0)
             if at is not None:
                 columns = at.shape[1] if at.dim() == 2 else 1
                 steps = tuple(step * at.element_size() // 4 for step in (*at.stride(), 0)[:2])

@@ -241,6 +241,6 @@ VARIANTS: tuple[Variant, ...] = (
     _warmup("warmup_16_g32", 16, 16, "*fp32"),
 )
 """The variants that ship: the forward kernel with one CTA an item, the same with norms of states on the way, and with two CTAs
-that have half of V each; the three with states on the way; all six for g in fp32 (_g32), with fewer stages and, for half of V, as
-many prep warps as those allow; whether to cut; the state summary, for either g; states along pieces; the a-priori bound, with more
-tokens in flight a CTA where there are few CTAs, for either g."""
+that have half of V each; the three with states on the way; all six for g in fp32 (_g32), with fewer stages, and, for half of V,
+as many prep warps as those allow; whether to cut; the state summary, for either g; states along pieces; the a-priori bound,
+with more tokens in flight a CTA where there are few CTAs, for either g."""

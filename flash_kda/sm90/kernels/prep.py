@@ -93,11 +93,12 @@ def kept_here(x):
 
 
 @gluon.jit
-def lanes_meet():
-    """What the lanes of a one-warp partition did to shared memory before, all of them see behind."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+def warp_sync():
+    """Order what the lanes of a warp did in shared memory before and after it.
+
+    The compiler places such barriers, but not for shared memory that a noinline function is given.
+    """
+    gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -146,7 +147,7 @@ def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True, G32: gl.constex
             fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
         rows.store(gl.where(row + (8 * (i % 2)).to(gl.float32) < valid, rows.load(L), fill))
     if G32:
-        lanes_meet()
+        warp_sync()
 
 
 @gluon.jit(noinline=True)
@@ -157,7 +158,7 @@ def mask_gate(tile_s, block, valid, two):
     for i in range(two):
         rows = fp32_rows(tile_s, block + i, True)
         rows.store(gl.where(row + (8 * i).to(gl.float32) < valid, rows.load(L), float("-inf")))
-    lanes_meet()
+    warp_sync()
 
 
 @gluon.jit
@@ -204,7 +205,7 @@ def gate_rows(
     if Q:
         qh.store((to_fp32(q) * E).to(gl.bfloat16))
     if G32:
-        lanes_meet()
+        warp_sync()
     gh.store((kf * ex2_neg(G)).to(gl.bfloat16))
     return carry, total
 
