@@ -152,11 +152,12 @@ def fwd(
         cu_seqlens: ``[N + 1]`` int32 or int64 on the device of q: first 0, non-decreasing; B must be 1. Sequences may be
             empty.
         output_final_state: allocate an fp32 ``final_state`` if none is given.
-        initial_state_indices: ``[N]`` int32, any stride: ``initial_state`` is a pool ``[slots, HV, V, K]``, slots any distance apart, and
-            sequence n starts from slot ``initial_state_indices[n]``; from zeros where there is no such slot (-1, or too large).
-        final_state_indices: ``[N]`` int32, any stride: ``final_state`` is a pool and sequence n ends in slot ``final_state_indices[n]``;
-            nowhere if there is no such slot. Other slots are untouched. A slot is named once; in place (both pools the same
-            tensor) only by the sequence that also reads it, or by none that reads.
+        initial_state_indices: ``[N]`` int32, any stride: ``initial_state`` is a pool ``[slots, HV, V, K]``, slots any distance
+            apart, and sequence n starts from slot ``initial_state_indices[n]``; from zeros where there is no such slot (-1, or
+            too large).
+        final_state_indices: ``[N]`` int32, any stride: ``final_state`` is a pool and sequence n ends in slot
+            ``final_state_indices[n]``; nowhere if there is no such slot. Other slots are untouched. A slot is named once; in
+            place (both pools the same tensor) only by the sequence that also reads it, or by none that reads.
         checkpoint_states: bf16 or fp32, written: states on the way, each what a call that stops there returns as
             ``final_state``, bit for bit at multiples of 32. Rows that are not asked for are untouched.
         checkpoint_offsets: ``[N, C]`` or ``[N]`` int32 or int64: the state of sequence n after ``checkpoint_offsets[n, c]`` of
