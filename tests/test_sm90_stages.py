@@ -408,6 +408,9 @@ def test_unseen_lengths_are_looked_at_on_the_device(launches, monkeypatch):
     assert all(call["flags"] & flags.CUT_ON_DEVICE for call in others)
     assert all(call["cut_ptr"] == decide["cut_ptr"] for call in others)
     launches.clear()
+    fwd_cp(case, cu_seqlens=torch.stack([offsets] * 3, 1)[:, 0])
+    assert [call.get("cu_words", call.get("map_words")) for call in launches] == [6] * 4
+    launches.clear()
     fwd_cp(case, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
     assert [call["kernel"] for call in launches] == ["summary", "chain", "forward"]
     plan._remembered.cache_clear()
