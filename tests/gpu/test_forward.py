@@ -527,12 +527,6 @@ def test_first_call_of_a_process_is_quick():
     assert seconds < 0.3
 
 
-def test_strided_offsets_are_refused():
-    table = torch.tensor([[0, 9], [40, 9], [64, 9]], device="cuda")
-    with pytest.raises(NotImplementedError, match="cu_seqlens has stride 2"):
-        fwd(on_gpu(cases.random(64, 2)), cu_seqlens=table[:, 0])
-
-
 @pytest.mark.parametrize("decide", [None, "cut", "whole"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_pieces_from_true_states_give_the_serial_bits(ragged, decide, dtype):

@@ -226,6 +226,27 @@ def test_neighbours_beta_of_nan_stays_where_it_is(call):
         assert out[:, 170:203].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_columns_of_offsets_in_the_small_kernels(dtype):
+    case = on_gpu(cases.random(130, 2, lower_bound=-0.1))
+    wide = torch.full((4, 3), -1, dtype=dtype, device="cuda")
+    wide[:, 1] = torch.tensor([0, 40, 40, 130])
+    both = wide[:, 1], wide[:, 1].clone()
+    chunks, want = (flash_kda.get_warmup_chunks(**case.gates(cu_seqlens=x), impl="sm90")[0] for x in both)
+    assert torch.equal(chunks, want)
+    ht, want = (flash_kda.state_only(**case.summary(cu_seqlens=x), impl="sm90") for x in both)
+    assert ht.isfinite().all()
+    assert same_bits(ht, want)
+    ht, mt = torch.randn(5, 2, D, D, device="cuda"), torch.randn(5, 2, D, D, device="cuda") / D
+    wide[:, 1] = torch.tensor([0, 2, 2, 5])
+    got, want = (
+        flash_kda.correct_initial_states(None, ht, mt, None, seq_map, impl="sm90")
+        for seq_map in (wide[:, 1], wide[:, 1].clone())
+    )
+    assert got.isfinite().all()
+    assert same_bits(got, want)
+
+
 def with_gate(case, g):
     """In a view whose rows are no multiple of 8 elements apart, NaN around it."""
     wide = torch.full((*g.shape[:-1], D + 4), torch.nan, dtype=g.dtype, device="cuda")
