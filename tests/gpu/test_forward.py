@@ -453,8 +453,6 @@ def test_a_hundred_repeats():
 
 def test_what_the_kernel_cannot_take_is_refused_by_name():
     case = on_gpu(cases.random(64, 2))
-    with pytest.raises(NotImplementedError, match="g is torch"):
-        fwd(replace(case, g=case.g.float()))
     odd = torch.zeros(1, 64, 2, D + 1, dtype=torch.bfloat16, device="cuda")[..., 1:]
     with pytest.raises(NotImplementedError, match="k has strides"):
         fwd(replace(case, k=odd))
