@@ -31,7 +31,8 @@ def use(spec: str) -> None:
     """Launch the configuration from now on."""
     names = ("CR", "PR", "NP", "SP", "LAG", "TERMS")
     shipped = next(v for v in VARIANTS if v.name == "summary")
-    variant = dataclasses.replace(shipped, constexprs=dict(zip(names, map(int, spec.split(",")), strict=True)))
+    chosen = dict(zip(names, map(int, spec.split(",")), strict=True))
+    variant = dataclasses.replace(shipped, constexprs={**shipped.constexprs, **chosen})
     folder = Path(tempfile.mkdtemp())
     entry = build.build(folder, [variant])["kernels"]["summary"]
     print(f"== {spec}: {entry['spill_bytes']} bytes spilled, {[w['code'] for w in entry['warnings']]}", flush=True)

@@ -152,11 +152,12 @@ def fwd(
         cu_seqlens: ``[N + 1]`` int32 or int64 on the device of q: first 0, non-decreasing; B must be 1. Sequences may be
             empty.
         output_final_state: allocate an fp32 ``final_state`` if none is given.
-        initial_state_indices: ``[N]`` int32: ``initial_state`` is a pool ``[slots, HV, V, K]``, slots any distance apart, and
-            sequence n starts from slot ``initial_state_indices[n]``; from zeros where there is no such slot (-1, or too large).
-        final_state_indices: ``[N]`` int32: ``final_state`` is a pool and sequence n ends in slot ``final_state_indices[n]``;
-            nowhere if there is no such slot. Other slots are untouched. A slot is named once; in place (both pools the same
-            tensor) only by the sequence that also reads it, or by none that reads.
+        initial_state_indices: ``[N]`` int32, any stride: ``initial_state`` is a pool ``[slots, HV, V, K]``, slots any distance
+            apart, and sequence n starts from slot ``initial_state_indices[n]``; from zeros where there is no such slot (-1, or
+            too large).
+        final_state_indices: ``[N]`` int32, any stride: ``final_state`` is a pool and sequence n ends in slot
+            ``final_state_indices[n]``; nowhere if there is no such slot. Other slots are untouched. A slot is named once; in
+            place (both pools the same tensor) only by the sequence that also reads it, or by none that reads.
         checkpoint_states: bf16 or fp32, written: states on the way, each what a call that stops there returns as
             ``final_state``, bit for bit at multiples of 32. Rows that are not asked for are untouched.
         checkpoint_offsets: ``[N, C]`` or ``[N]`` int32 or int64: the state of sequence n after ``checkpoint_offsets[n, c]`` of
@@ -291,16 +292,17 @@ def fwd_cp(
     )
     eps = check.check_eps(eps)
     out, final_state = _allocate(problem, v, out, final_state, output_final_state)
-    cut_further = False
-    if auto_cp and checkpoint_states is not None and (fixed_plan or segment_len is not None):
-        cut_further = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu) is not None
+    saving, cannot_save = _saving(problem)
+    cut_further = None
+    if auto_cp and cannot_save is not None and (fixed_plan or segment_len is not None):
+        cut_further = cannot_save if _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu) is not None else None
     path = _choose(impl, problem, out, initial_state, final_state, cut_further)
     made = None
     if not auto_cp:
         _forward(problem, path, out, initial_state, final_state)
     elif path == "sm90":
         cut = _choose_cut(problem, segment_len, fixed_plan, cu_seqlens_cpu)
-        if checkpoint_states is not None:
+        if cannot_save is not None:
             cut = None  # the plan's own cuts give way to those of the checkpoints
         if cut is not None and certificate:
             cut = replace(cut, only_if_longer=0)  # a certificate names the pieces, so the host has to
@@ -319,6 +321,7 @@ def fwd_cp(
                 final_state=final_state,
                 out_index=problem.final_state_indices,
                 certify=certificate,
+                saving=saving,
                 memo=problem.memo,
             )
             made = _certify(problem, cut, scan) if certificate else None
@@ -520,13 +523,13 @@ def _choose(
     out: Tensor,
     initial_state: Tensor | None,
     final_state: Tensor | None,
-    cut_further: bool = False,
+    cut_further: str | None = None,
 ) -> str:
-    """Who runs the forward stage on these tensors."""
+    """Who runs the forward stage on these tensors; cut_further tells why not the kernels, if they could."""
 
     def refusal() -> str | None:
-        if cut_further:
-            return "the kernels take no checkpoints in sequences that are cut"
+        if cut_further is not None:
+            return cut_further
         indices = (problem.initial_state_indices, problem.final_state_indices)
         return sm90.refusal(problem.inputs, problem.cu_seqlens, out, initial_state, final_state, *indices, problem.memo)
 
@@ -541,8 +544,9 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
         "final_state": final_state,
         "out_index": problem.final_state_indices,
     }
-    if path == "sm90" and problem.checkpoint_states is None:
-        sm90.forward(inputs, offsets, out, max_len=problem.max_len, **states, memo=problem.memo)
+    saving, cannot_save = _saving(problem)
+    if path == "sm90" and cannot_save is None:
+        sm90.forward(inputs, offsets, out, max_len=problem.max_len, **states, saving=saving, memo=problem.memo)
         return
     offsets = problem.offsets()
     with torch.no_grad():
@@ -555,6 +559,17 @@ def _forward(problem: check.Problem, path: str, out: Tensor, initial_state: Tens
             checkpoints.forward(stage, _cuts(problem, whole), inputs, offsets, packed, **states)
         if packed is not out:
             _unpack(packed, out)
+
+
+def _saving(problem: check.Problem) -> tuple[sm90.Saving | None, str | None]:
+    """What the kernels store of the checkpoints that were asked for, or why they cannot."""
+    states = problem.checkpoint_states
+    if states is None or states.numel() == 0:
+        return None, None
+    if problem.inputs.tokens == 0:
+        return None, "there are no tokens"
+    saving = sm90.Saving(states, problem.checkpoint_offsets, problem.checkpoint_every)
+    return saving, sm90.saving_refusal(saving)
 
 
 def _cuts(problem: check.Problem, segments: checkpoints.Segments) -> checkpoints.Cuts:

@@ -7,12 +7,14 @@ their addresses, so a wrong stride, slot, flag or offset shows in the results.
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 from cases import D
 
 from flash_kda.reference import Inputs, forward
 from flash_kda.sm90.kernels import flags
+from flash_kda.sm90.stages import FP32_GATE
 from flash_kda.sm90.variants import VARIANTS
 
 SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
@@ -27,10 +29,47 @@ def memory(address, dtype, shape, strides):
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
 
 
+def save(given, inputs, offsets, state):
+    """Checkpoints: each by a run that stops there. Before the call itself, which may write over initial states."""
+    heads, every, columns = given["heads"], given["every"], given["columns"]
+    dtype = torch.bfloat16 if given["flags"] & flags.SAVED_BF16 else torch.float32
+    shape, strides = (given["saved_rows"], heads, D, D), (given["saved_stride"], D * D, D, 1)
+    saved = memory(given["saved_ptr"], dtype, shape, strides)
+    for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if every:
+            asked = [(begin // every + j - 1, j * every) for j in range(1, (end - begin) // every + 1)]
+        else:
+            words = memory(
+                given["saved_at_ptr"], torch.int32, (n + 1, columns, 2), (given["saved_at_n"], given["saved_at_c"], 1)
+            )
+            at = [int(low) for low, _ in words[n].tolist()]
+            if given["flags"] & flags.SAVED_AT_INT64:
+                at = [low % 2**32 + (high << 32) for low, high in words[n].tolist()]
+            asked = [(n * columns + c, tokens) for c, tokens in enumerate(at) if tokens > 0]
+        for row, tokens in asked:
+            if tokens % 16 or tokens > end - begin:
+                saved[row] = torch.nan
+                continue
+            index = state["in_index"][n : n + 1] if "in_index" in state else torch.tensor([n])
+            stop, scratch = torch.tensor([begin, begin + tokens]), torch.zeros(inputs.tokens, heads, D, dtype=torch.bfloat16)
+            final = torch.zeros(1, heads, D, D)
+            forward(
+                inputs,
+                stop,
+                scratch,
+                max_len=tokens,
+                initial_state=state.get("initial_state"),
+                in_index=index,
+                final_state=final,
+            )
+            saved[row] = final[0].to(dtype)
+
+
 class ForwardDouble:
     """One kernel object; ``launches`` collects the arguments of every launch by name."""
 
-    def __init__(self, launches):
+    def __init__(self, name, launches):
+        self.name = name
         self.launches = launches
 
     def launch(self, _device, grid, *arguments, overlap=False):
@@ -44,8 +83,10 @@ class ForwardDouble:
         for name in "qkvg":
             address, shape, strides = given[f"{name}_desc"]
             assert shape[1] * (given["qk_group"] if name in "qk" else 1) == heads
-            tensors[name] = memory(address, torch.bfloat16, shape, strides)[:tokens]
-        tensors["beta"] = memory(given["beta_ptr"], torch.bfloat16, (tokens, heads), (given["beta_t"], given["beta_h"]))
+            dtype = torch.float32 if name == "g" and self.name.endswith(FP32_GATE) else torch.bfloat16
+            tensors[name] = memory(address, dtype, shape, strides)[:tokens]
+        beta = torch.float32 if has & flags.BETA_FP32 else torch.bfloat16
+        tensors["beta"] = memory(given["beta_ptr"], beta, (tokens, heads), (given["beta_t"], given["beta_h"]))
         out = memory(given["out_ptr"], torch.bfloat16, (tokens, heads, D), (given["out_t"], given["out_h"], 1))
         if given["seq_len"] >= 0:
             offsets = torch.arange(sequences + 1) * given["seq_len"]
@@ -61,12 +102,17 @@ class ForwardDouble:
                 shape, strides = (given[slots], heads, D, D), (given[stride], D * D, D, 1)
                 state[name] = memory(given[pointer], dtype, shape, strides)
             if has & (flags.HAS_IN_INDEX if index == "in_index" else flags.HAS_OUT_INDEX):
-                state[index] = memory(given[f"{index}_ptr"], torch.int32, (sequences,), (1,))
+                state[index] = memory(given[f"{index}_ptr"], torch.int32, (sequences,), (given[f"{index[:-5]}words"],))
         parameters = {
             "A_log": memory(given["a_log_ptr"], torch.float32, (heads,), (1,)) if has & flags.HAS_A_LOG else None,
             "dt_bias": memory(given["dt_ptr"], torch.float32, (heads, D), (D, 1)) if has & flags.HAS_DT_BIAS else None,
         }
-        inputs = Inputs(**tensors, **parameters, lower_bound=given["lower_bound"], scale=given["scale"])
+        activated = bool(has & flags.BETA_ACTIVATED)
+        numbers = {name: given[name] for name in ("lower_bound", "scale")}
+        inputs = Inputs(**tensors, **parameters, **numbers, beta_is_activated=activated)
+        assert self.name.startswith("forward_checkpoints") == bool(given["saved_ptr"])
+        if given["saved_ptr"]:
+            save(given, inputs, offsets.clamp(0, tokens).tolist(), state)
         packed = out.contiguous()
         forward(inputs, offsets.clamp(0, tokens), packed, max_len=tokens, **state)
         out.copy_(packed)

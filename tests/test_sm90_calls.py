@@ -9,7 +9,7 @@ from cases import D, packed_offsets, same_bits
 from kernel_double import ForwardDouble
 
 import flash_kda
-from flash_kda import dispatch
+from flash_kda import checkpoints, dispatch, validation
 from flash_kda.sm90 import launch, stages
 
 LENGTHS = (40, 0, 130, 33, 64)
@@ -19,7 +19,7 @@ OFFSETS = packed_offsets(*LENGTHS)
 @pytest.fixture
 def launches(monkeypatch):
     seen = []
-    monkeypatch.setattr(launch, "kernel", lambda _name: ForwardDouble(seen))
+    monkeypatch.setattr(launch, "kernel", lambda name: ForwardDouble(name, seen))
     monkeypatch.setattr(stages, "_multiprocessors", lambda _device: 132)
     monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
     return seen
@@ -127,7 +127,7 @@ def test_chosen_checkpoints(launches, function, batch):
         }
 
     kernel = compare(function, case, None, states, checkpoint_offsets=chosen)
-    assert len(launches) == 3
+    assert len(launches) == 1
     for n in range(batch):
         for c in range(2):
             assert bool(kernel[3][n, c].isfinite().all()) == bool(chosen[n, c] > 0)
@@ -144,7 +144,43 @@ def test_checkpoints_every_so_many_tokens(launches, function):
         return {"initial_state": pool, "final_state": pool, "checkpoint_states": cases.nan_state(rows, 2, torch.bfloat16)}
 
     compare(function, case, OFFSETS, states, checkpoint_every=32, initial_state_indices=slots, final_state_indices=slots)
-    assert len(launches) == 130 // 32 + 1
+    assert len(launches) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activated", [False, True])
+def test_beta_as_it_is(launches, function, dtype, activated):
+    case = cases.random(int(OFFSETS[-1]), 2)
+    beta = 2 * torch.sigmoid(case.beta.float()) if activated else case.beta.float() + 1e-3
+    wide = torch.full((1, case.tokens, 3, 2), torch.nan, dtype=dtype)
+    wide[:, :, :2, 1] = beta.to(dtype)
+    compare(function, replace(case, beta=wide[:, :, :2, 1], beta_is_activated=activated))
+    assert len(launches) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("heads", [2, 40])
+def test_gates_in_fp32(launches, function, heads):
+    case = cases.random(int(OFFSETS[-1]), heads)
+    wide = torch.full((1, case.tokens, heads, D + 4), torch.nan)
+    wide[..., 4:] = case.g.float() * (1 + 2**-10)
+    compare(function, replace(case, g=wide[..., 4:]))
+    assert len(launches) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_columns_of_tables(launches, function, dtype):
+    table = torch.stack([int32(3, -1, 8, 0, 99), int32(6, 2, -1, -5, 0), int32(1, 1, 1, 1, 1)], 1)
+    offsets = torch.stack([OFFSETS, OFFSETS + 3], 1).to(dtype)
+
+    def states():
+        return {"initial_state": slot_pool(9, 2)[1], "final_state": slot_pool(7, 2)[1]}
+
+    case = cases.random(int(OFFSETS[-1]), 2)
+    indices = {"initial_state_indices": table[:, 0], "final_state_indices": table[:, 1]}
+    compare(function, case, offsets[:, 0], states, **indices)
 
 
 @BOTH
@@ -177,8 +213,68 @@ def test_checkpoints_in_sequences_that_a_plan_leaves_whole_are_taken(launches):
     assert launches
 
 
-def test_checkpoints_in_cut_sequences_are_refused(launches):
-    arguments = cases.random(100, 2).fwd(checkpoint_states=cases.nan_state(3, 2), checkpoint_every=32)
-    with pytest.raises(NotImplementedError, match="no checkpoints in sequences"):
+@BOTH
+def test_checkpoints_in_strided_places(launches, function):
+    """A table's columns of offsets in either width, states some elements apart, and all that cannot be served."""
+    case = cases.random(int(OFFSETS[-1]), 2)
+    for dtype in (torch.int32, torch.int64):
+        table = torch.full((5, 7), -9, dtype=dtype)
+        table[:, 1::3] = torch.tensor([[32, 48], [0, -16], [128, 16], [32, 16], [64, 64]], dtype=dtype)
+
+        def states(dtype=dtype):
+            wide = torch.full((10, 2 * D * D + 8), torch.nan, dtype=torch.bfloat16 if dtype == torch.int32 else torch.float32)
+            return {"checkpoint_states": wide[:, : 2 * D * D].view(5, 2, 2, D, D)}
+
+        chosen = table[:, 1::3]
+        chosen[0, 1] = 16
+        kernel = compare(function, case, OFFSETS, states, checkpoint_offsets=chosen)
+        assert kernel[1].isfinite().flatten(2).all(2).tolist() == (chosen > 0).tolist()
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_that_cannot_be_served(launches, monkeypatch, dtype):
+    """On a device nobody reads them before the kernel does."""
+    monkeypatch.setattr(validation, "readable", lambda _x: False)
+    monkeypatch.setattr(checkpoints, "readable", lambda _x: False)
+    chosen = torch.tensor([[64, 24, 128, 2**31 - 16, -(2**31)]], dtype=dtype)
+    if dtype == torch.int64:
+        chosen[0, 3:] = torch.tensor([2**32 + 32, -(2**32) + 32])
+
+    def states():
+        return {"checkpoint_states": torch.zeros(1, 5, 2, D, D)}
+
+    _, saved = compare(flash_kda.fwd, cases.random(100, 2), None, states, checkpoint_offsets=chosen)
+    assert saved[0, 0].isfinite().all()
+    assert saved[0, 1:4].isnan().all()
+    assert not saved[0, 4].any()
+
+
+@BOTH
+def test_checkpoints_that_the_kernel_cannot_store_go_in_rounds(launches, function):
+    case = cases.random(100, 2)
+
+    def states():
+        return {"checkpoint_states": torch.full((1, 2, 2, D, 2 * D), torch.nan)[..., :D]}
+
+    compare(function, case, None, states, checkpoint_offsets=torch.tensor([[64, 96]]))
+    assert len(launches) == 3
+
+
+def test_such_checkpoints_in_cut_sequences_are_refused(launches):
+    arguments = cases.random(100, 2).fwd(checkpoint_states=torch.zeros(3, 2, D, 2 * D)[..., :D], checkpoint_every=32)
+    with pytest.raises(NotImplementedError, match="checkpoint_states has strides"):
         flash_kda.fwd_cp(**arguments, segment_len=32, impl="sm90")
     assert not launches
+
+
+def test_no_tokens_and_checkpoints(launches):
+    saved = torch.zeros(2, 1, 2, D, D)
+    compare(
+        flash_kda.fwd,
+        cases.random(0, 2),
+        torch.zeros(3, dtype=torch.int64),
+        lambda: {"initial_state": cases.state(2, 2), "final_state": cases.nan_state(2, 2), "checkpoint_states": saved},
+        checkpoint_offsets=torch.tensor([[0], [-1]]),
+    )
+    assert not saved.any()

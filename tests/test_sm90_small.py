@@ -78,10 +78,18 @@ def test_bound_of_dense_rows_without_parameters(launches):
     has(call, g_t=8 * D, g_h=4 * D, target=-math.inf)
 
 
+@pytest.mark.parametrize(("heads", "kernel"), [(2, "warmup_16_g32"), (200, "warmup_g32")])
+def test_bound_of_fp32_gates(launches, heads, kernel):
+    g = torch.zeros(3, 40, heads, D + 4)[..., 4:]
+    flash_kda.get_warmup_chunks(g, None, None, -5.0, None, impl="sm90")
+    (call,) = launches
+    has(call, kernel=kernel, g_ptr=address(g), g_t=heads * (D + 4), g_h=D + 4)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda g: g.float(), "g is torch.float32"),
+        (lambda g: torch.zeros(2, 64, 2, D + 2)[..., :D], "g has strides .* multiples of 4 elements"),
         (lambda g: torch.zeros(2, 64, 2, 2 * D, dtype=torch.bfloat16)[..., ::2], "g has strides"),
         (lambda g: torch.zeros(2, 64, 2, D + 1, dtype=torch.bfloat16)[..., 1:], "g has strides"),
         (lambda g: torch.zeros(2, 80, 2, D, dtype=torch.bfloat16)[:, :64], "g has batch stride"),
@@ -119,6 +127,15 @@ def test_entering_states(launches):
     has(call, flags=flags.ENTERING | flags.HAS_MT | flags.HAS_NEEDS | flags.HAS_INITIAL | flags.INITIAL_BF16)
     assert out.shape == ht.shape
     assert out.data_ptr() != ht.data_ptr()
+
+
+def test_strided_offsets(launches):
+    offsets = torch.tensor([0, 9, 2, 9, 5])[::2]
+    flash_kda.correct_initial_states(None, torch.zeros(5, 2, D, D), None, None, offsets, impl="sm90")
+    flash_kda.get_warmup_chunks(**cases.random(5, 2).gates(cu_seqlens=offsets), impl="sm90")
+    for call in launches:
+        has(call, map_ptr=address(offsets), map_words=4)
+    assert len(launches) == 2
 
 
 def test_entering_states_without_mt_ignore_fallback(launches):
@@ -165,7 +182,6 @@ def test_grid(launches, slots, heads, ctas):
         ({"mt": torch.zeros(5, 2, D, D).mT}, "mt has strides"),
         ({"ht": torch.zeros(5 * 2 * D * D + 1)[1:].view(5, 2, D, D)}, "ht starts at"),
         ({"initial_state": torch.zeros(2, 2, D, D).mT}, "initial_state has strides"),
-        ({"seq_map": torch.tensor([0, 9, 2, 9, 5])[::2]}, "seq_map has strides"),
     ],
 )
 def test_states_that_do_not_fit_are_refused_by_name(launches, change, reason):

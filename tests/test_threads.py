@@ -71,7 +71,7 @@ def test_reference(few_are_kept):
 def test_hopper_arguments(few_are_kept, monkeypatch):
     """The kernel's double reads memory through what the launcher was given: a mix-up of two threads' calls shows."""
     launches = []
-    monkeypatch.setattr(launch, "kernel", lambda _name: ForwardDouble(launches))
+    monkeypatch.setattr(launch, "kernel", lambda name: ForwardDouble(name, launches))
     monkeypatch.setattr(stages, "_multiprocessors", lambda _device: 132)
     monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
     run_together("sm90")

@@ -58,6 +58,7 @@ def forward(
     final_state: Tensor | None = None,
     out_index: Tensor | None = None,
     certify: bool = False,
+    saving: stages.Saving | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> Scan:
     """Outputs of every sequence, and the states at their ends, as :func:`.stages.forward` gives them to rounding.
@@ -139,6 +140,7 @@ def forward(
         taken=taken,
         chunks=chunks if certify else None,
         entering=entering,
+        saving=saving,
         overlap=True,
         memo=kept,
     )

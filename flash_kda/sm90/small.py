@@ -15,7 +15,7 @@ from ..constants import HEAD_DIM
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
-from .stages import VECTOR, _multiprocessors, misaligned
+from .stages import VECTOR, _multiprocessors, far_apart, gate_suffix, misaligned, words
 
 ROWS = 16
 """V rows of a state that a CTA of the chain carries. Measured: docs/measured.md."""
@@ -27,20 +27,19 @@ FEW = 2
 def warmup_refusal(inputs: Inputs, cu_seqlens: Tensor | None) -> str | None:
     """Why :func:`warmup_bound` cannot take these tensors, or None. Only ``g`` and the gate's parameters are looked at."""
     g = inputs.g
-    if g.dtype != torch.bfloat16:
-        return f"g is {g.dtype}, the kernels read bfloat16"
     if g.dim() == 4 and g.shape[0] > 1 and g.stride(0) != g.shape[1] * g.stride(1):
         return f"g has batch stride {g.stride(0)}, the kernels need T token strides, {g.shape[1] * g.stride(1)}"
     token, head, channel = g.stride()[-3:]
-    if g.numel() and (channel != 1 or token % VECTOR or head % VECTOR):
+    unit = VECTOR // g.element_size()
+    if g.numel() and (channel != 1 or token % unit or head % unit):
         return (
             f"g has strides {(token, head, channel)} for (token, head, channel), the kernels need 1 for the last and "
-            f"multiples of {VECTOR} elements for the others"
+            f"multiples of {unit} elements for the others"
         )
-    for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias), ("cu_seqlens", cu_seqlens)):
+    for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias)):
         if parameter is not None and not parameter.is_contiguous():
             return f"{name} has strides {parameter.stride()}, the kernels need it contiguous"
-    return misaligned(("g", g))
+    return far_apart({"cu_seqlens": cu_seqlens}) or misaligned(("g", g))
 
 
 def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,14 +63,14 @@ def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps
         return num, fallback
     bits = (flags.HAS_A_LOG if inputs.A_log is not None else 0) | (flags.HAS_DT_BIAS if inputs.dt_bias is not None else 0)
     few = segments * heads <= FEW * _multiprocessors(g.device.index)
-    launch.kernel("warmup_16" if few else "warmup").launch(
+    launch.kernel(("warmup_16" if few else "warmup") + gate_suffix(g)).launch(
         g.device.index,
         (segments * heads, 1, 1),
         *(_address(x) for x in (g, inputs.A_log, inputs.dt_bias, cu_seqlens, num, fallback)),
         heads,
         tokens,
         max_len if cu_seqlens is None else -1,
-        _words(cu_seqlens),
+        words(cu_seqlens),
         bits,
         *g.stride()[-3:-1],
         inputs.lower_bound,
@@ -82,7 +81,7 @@ def warmup_bound(inputs: Inputs, cu_seqlens: Tensor | None, *, max_len: int, eps
 
 def chain_refusal(initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, seq_map: Tensor | None) -> str | None:
     """Why :func:`chain` and :func:`entering_states` cannot take these tensors, or None."""
-    for name, x in (("ht", ht), ("mt", mt), ("seq_map", seq_map)):
+    for name, x in (("ht", ht), ("mt", mt)):
         if x is not None and not x.is_contiguous():
             return f"{name} has strides {x.stride()}, the kernels need it contiguous"
     if initial_state is not None and (not initial_state[:1].is_contiguous() or initial_state.stride(0) % 4):
@@ -90,7 +89,7 @@ def chain_refusal(initial_state: Tensor | None, ht: Tensor, mt: Tensor | None, s
             f"initial_state has strides {initial_state.stride()}, the kernels need contiguous [H,V,K] slots, multiples of 4 "
             f"elements apart"
         )
-    return misaligned(("ht", ht), ("mt", mt), ("initial_state", initial_state))
+    return far_apart({"seq_map": seq_map}) or misaligned(("ht", ht), ("mt", mt), ("initial_state", initial_state))
 
 
 def chain(
@@ -228,13 +227,14 @@ def _call(
     scalars = (
         heads,
         pieces.dense,
-        _words(pieces.offsets),
+        words(pieces.offsets),
         pieces.total,
         pieces.sequences,
         slots,
         pieces.segment_len,
         bits,
         0 if initial_state is None else initial_state.shape[0],
+        words(in_index),
         *needs,
         0 if initial_state is None else initial_state.stride(0),
     )
@@ -245,11 +245,6 @@ def _rows(cu_seqlens: Tensor | None, g: Tensor) -> int:
     if cu_seqlens is not None:
         return cu_seqlens.numel() - 1
     return g.shape[0] if g.dim() == 4 else 1
-
-
-def _words(offsets: Tensor | None) -> int:
-    """32-bit words from one offset to the next."""
-    return 1 if offsets is None else offsets.element_size() // 4
 
 
 def _address(x: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..constants import EXIT_EPS
+from ..constants import EXIT_EPS, HEAD_DIM
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
@@ -22,12 +22,48 @@ from .plan import Cut
 WHOLE = 2**30
 """`segment_len` of a call that cuts nothing."""
 
-VECTOR = 8
-"""bf16 elements in 16 bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
+VECTOR = 16
+"""Bytes: the tensor memory accelerator wants addresses and strides that are multiples of it."""
+
+STATE = (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
+"""Strides of a [H, V, K] state."""
+
+FP32_GATE = "_g32"
+"""Ends the name of the variant that reads g in fp32."""
 
 LONG = 1024
 """Mean tokens a segment from which each item gets a CTA of its own: the hardware then evens out unequal lengths, which gains
 more than the CTAs' starts cost. Below, as many CTAs as SMs take the items in turn. Measured: docs/measured.md."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """States on the way that the forward kernel stores.
+
+    Attributes:
+        states, offsets, every: ``checkpoint_states``, ``checkpoint_offsets`` and ``checkpoint_every`` of ``fwd``; one of the
+            last two is None.
+    """
+
+    states: Tensor
+    offsets: Tensor | None
+    every: int | None
+
+    def step(self) -> int:
+        """Elements from one state to the next."""
+        return self.states.stride(1 if self.states.dim() == 5 and self.states.shape[1] > 1 else 0)
+
+
+def saving_refusal(saving: Saving) -> str | None:
+    """Why the forward kernel cannot store these states itself, or None."""
+    states = saving.states
+    axes = zip(states.stride()[-3:], STATE, states.shape[-3:], strict=True)
+    if any(step != want for step, want, n in axes if n > 1) or saving.step() % 4:
+        return (
+            f"checkpoint_states has strides {states.stride()}, the kernels need contiguous [H,V,K] states, multiples of 4 "
+            f"elements apart"
+        )
+    return misaligned(("checkpoint_states", states))
 
 
 def refusal(
@@ -54,10 +90,7 @@ def refusal(
     if "refusal" not in memo:
         reason = _refusal(inputs, out, initial_state, final_state)
         vectors = {"cu_seqlens": cu_seqlens, "initial_state_indices": in_index, "final_state_indices": out_index}
-        for name, x in vectors.items():
-            if reason is None and x is not None and not x.is_contiguous():
-                reason = f"{name} has stride {x.stride(0)}, the kernels need it contiguous"
-        memo["refusal"] = reason
+        memo["refusal"] = reason or far_apart(vectors)
     reason = memo["refusal"]
     states = (("initial_state", initial_state), ("final_state", final_state))
     tokens = (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("g", inputs.g), ("out", out))
@@ -69,9 +102,7 @@ def summary_refusal(inputs: Inputs, cu_seqlens: Tensor | None, memo: dict[Any, A
     reason: str | None
     if "summary_refusal" not in memo:
         reason = _unfit(inputs, {"k": inputs.k, "v": inputs.v, "g": inputs.g})
-        if reason is None and cu_seqlens is not None and not cu_seqlens.is_contiguous():
-            reason = f"cu_seqlens has stride {cu_seqlens.stride(0)}, the kernels need it contiguous"
-        memo["summary_refusal"] = reason
+        memo["summary_refusal"] = reason or far_apart({"cu_seqlens": cu_seqlens})
     reason = memo["summary_refusal"]
     return reason or misaligned(("k", inputs.k), ("v", inputs.v), ("g", inputs.g))
 
@@ -92,13 +123,9 @@ def _refusal(inputs: Inputs, out: Tensor, initial_state: Tensor | None, final_st
 
 def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
     """The same of the token tensors `named`, beta and the parameters of the gate, by shapes, strides and dtypes."""
-    if inputs.beta_is_activated:
-        return "beta is activated, the kernels apply the sigmoid themselves"
     if inputs.tokens == 0:
         return None
     for name, x in {**named, "beta": inputs.beta}.items():
-        if x.dtype != torch.bfloat16:
-            return f"{name} is {x.dtype}, the kernels read bfloat16"
         token = x.dim() - (2 if name == "beta" else 3)
         if token and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
             return f"{name} has batch stride {x.stride(0)}, the kernels need T token strides, {x.shape[1] * x.stride(1)}"
@@ -107,10 +134,11 @@ def _unfit(inputs: Inputs, named: dict[str, Tensor]) -> str | None:
         strides = x.stride()[token:]
         # The stride of an axis of size 1 is never used, and torch leaves anything in it.
         steps = [s for s, n in zip(strides, (inputs.tokens, x.shape[-2]), strict=False) if n > 1]
-        if strides[2] != 1 or any(s % VECTOR or s == 0 for s in steps):
+        unit = VECTOR // x.element_size()
+        if strides[2] != 1 or any(s % unit or s == 0 for s in steps):
             return (
                 f"{name} has strides {strides} for (token, head, channel), the kernels need 1 for the last and positive "
-                f"multiples of {VECTOR} elements for the others"
+                f"multiples of {unit} elements for the others"
             )
     for name, parameter in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias)):
         if parameter is not None and not parameter.is_contiguous():
@@ -134,6 +162,7 @@ def forward(
     taken: Tensor | None = None,
     chunks: Tensor | None = None,
     entering: Tensor | None = None,
+    saving: Saving | None = None,
     overlap: bool = False,
     memo: dict[Any, Any] | None = None,
 ) -> None:
@@ -144,13 +173,14 @@ def forward(
     Args:
         inputs, out: with or without batch axis.
         cu_seqlens: as there, or None for sequences of ``max_len`` tokens each.
-        in_index, out_index: int32.
+        in_index, out_index: int32, any stride.
         slots: ``[M, H, V, K]`` fp32, contiguous: cuts sequences every ``segment_len`` tokens; the state at the end of every
             piece that has a successor, in the order of kernels/segments.py.
         decided: one int32 that holds the length of pieces instead (:func:`decide`).
         taken: ``[M, H]`` int32 zeros, needed with ``slots`` where ``initial_state`` and ``final_state`` share memory.
         chunks, entering: ``[M, H]`` int32 and fp32: store the norm of the state that enters the last ``chunks`` chunks of each
             piece, where there are any before.
+        saving: states on the way to store; needs tokens, and :func:`saving_refusal` to have nothing against it.
         overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
     """
@@ -175,6 +205,7 @@ def forward(
             decided,
             taken,
             chunks,
+            saving,
         )
         if memo is not None:
             memo["call"] = call
@@ -211,6 +242,8 @@ def forward(
                 decided,
                 in_index,
                 out_index,
+                None if saving is None else saving.states,
+                None if saving is None else saving.offsets,
             )
         ),
         *call.scalars,
@@ -225,7 +258,7 @@ def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor) -> 
         (1, 1, 1),
         cu_seqlens.data_ptr(),
         decided.data_ptr(),
-        cu_seqlens.element_size() // 4,
+        words(cu_seqlens),
         total_tokens,
         cu_seqlens.numel() - 1,
         cut.segment_len,
@@ -343,6 +376,7 @@ class _Call:
         decided: Tensor | None,
         taken: Tensor | None,
         probe: Tensor | None,
+        saving: Saving | None,
     ) -> _Call:
         q, tokens, heads = inputs.q, inputs.tokens, inputs.v.shape[-2]
         assert q is not None
@@ -369,11 +403,26 @@ class _Call:
             )
             if given is not None
         )
+        bits |= _beta_bits(inputs)
         for state, bit in ((initial_state, flags.INITIAL_BF16), (final_state, flags.FINAL_BF16)):
             bits |= bit if state is not None and state.dtype == torch.bfloat16 else 0
+        saved: tuple[int, ...] = (0,) * 6
+        if saving is not None:
+            states, at = saving.states, saving.offsets
+            bits |= flags.SAVED_BF16 if states.dtype == torch.bfloat16 else 0
+            bits |= flags.SAVED_AT_INT64 if at is not None and at.dtype == torch.int64 else 0
+            columns = 1
+            steps: tuple[int, ...] = (0, 0)
+            if at is not None:
+                columns = at.shape[1] if at.dim() == 2 else 1
+                steps = tuple(step * at.element_size() // 4 for step in (*at.stride(), 0)[:2])
+            saved = (saving.every or 0, columns, states.shape[:-3].numel(), saving.step(), *steps)
         slots = [(0, 0) if state is None else (state.shape[0], state.stride(0)) for state in (initial_state, final_state)]
         return _Call(
-            "forward_split_v" if split == 2 else "forward" if probe is None else "forward_probe",
+            "forward"
+            + ("_checkpoints" if saving is not None else "")
+            + ("_split_v" if split == 2 else "_probe" if probe is not None else "")
+            + gate_suffix(inputs.g),
             out.device.index,
             ctas * split,
             tuple(_view(x, tokens) for x in (q, inputs.k, inputs.v, inputs.g, out)),
@@ -383,17 +432,20 @@ class _Call:
                 items,
                 tokens,
                 max_len if cu_seqlens is None else -1,
-                1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                words(cu_seqlens),
                 sequences,
                 num_slots,
                 segment_len,
                 bits,
                 slots[0][0],
                 slots[1][0],
+                words(in_index),
+                words(out_index),
                 *inputs.beta.stride()[-2:],
                 *out.stride()[-3:-1],
                 slots[0][1],
                 slots[1][1],
+                *saved,
                 inputs.lower_bound,
                 inputs.scale,
             ),
@@ -427,8 +479,9 @@ class _Call:
             )
             if given
         )
+        bits |= _beta_bits(inputs)
         return _Call(
-            "summary",
+            "summary" + gate_suffix(inputs.g),
             inputs.k.device.index,
             (num_slots or sequences) * heads,
             tuple(_view(x, tokens) for x in (inputs.k, inputs.v, inputs.g)),
@@ -437,7 +490,7 @@ class _Call:
                 heads // inputs.k.shape[-2],
                 tokens,
                 max_len if cu_seqlens is None else -1,
-                1 if cu_seqlens is None else cu_seqlens.element_size() // 4,
+                words(cu_seqlens),
                 sequences,
                 num_slots,
                 segment_len,
@@ -446,6 +499,30 @@ class _Call:
                 inputs.lower_bound,
             ),
         )
+
+
+def gate_suffix(g: Tensor) -> str:
+    """The end of the name of the variants that read g in its dtype."""
+    return FP32_GATE if g.dtype == torch.float32 else ""
+
+
+def _beta_bits(inputs: Inputs) -> int:
+    return (flags.BETA_FP32 if inputs.beta.dtype == torch.float32 else 0) | (
+        flags.BETA_ACTIVATED if inputs.beta_is_activated else 0
+    )
+
+
+def words(vector: Tensor | None) -> int:
+    """32-bit words from one element to the next."""
+    return 1 if vector is None else vector.stride(0) * vector.element_size() // 4
+
+
+def far_apart(vectors: dict[str, Tensor | None]) -> str | None:
+    """Which of these vectors the kernels' 32-bit arithmetic cannot walk, or None."""
+    for name, x in vectors.items():
+        if x is not None and x.numel() * words(x) >= 2**31:
+            return f"{name} has stride {x.stride(0)}, the kernels need its {x.numel()} elements within 8 GiB"
+    return None
 
 
 def misaligned(*tensors: tuple[str, Tensor | None]) -> str | None:

@@ -102,12 +102,18 @@ _FORWARD: dict[str, str] = {
         "cut_ptr": "*i32",
         "in_index_ptr": "*i32",
         "out_index_ptr": "*i32",
+        "saved_ptr": "*fp32",
+        "saved_at_ptr": "*i32",
     },
     **dict.fromkeys(("heads", "qk_group", "n_items", "t_total", "seq_len", "cu_words", "n_seqs", "n_slots", "seg_len"), "i32"),
-    **dict.fromkeys(("flags", "in_slots", "out_slots"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "out_slots", "in_words", "out_words"), "i32"),
     **dict.fromkeys(("beta_t", "beta_h", "out_t", "out_h", "h0_stride", "ht_stride"), "i64"),
+    **{"every": "i32", "columns": "i32", "saved_rows": "i32", "saved_stride": "i64", "saved_at_n": "i64", "saved_at_c": "i64"},
     **{"lower_bound": "fp32", "scale": "fp32"},
 }
+
+
+_FP32_GATE = {"g_desc": "tensordesc<fp32[{STEP},1,{BOX_CHANNELS_FP32}],{BOX_FP32!r}>"}
 
 
 def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
@@ -115,11 +121,12 @@ def _forward(name: str, num_warps: int, **constexprs: int) -> Variant:
         name=name,
         module="flash_kda.sm90.kernels.forward",
         function="kda_forward",
-        signature=_FORWARD,
-        limits=Limits(registers=128),
+        signature=_FORWARD | (_FP32_GATE if constexprs["G32"] else {}),
+        # with checkpoints: eight values of a step, and what the last step or a store of states needs; mostly around the loop
+        limits=Limits(registers=128, spill_bytes=(256, 512)[constexprs["PROBE"]] if constexprs["CHECKPOINTS"] else 0),
         constexprs=constexprs,
         num_warps=num_warps,
-        aligned=("h0_ptr", "ht_ptr", "slots_ptr"),
+        aligned=("h0_ptr", "ht_ptr", "slots_ptr", "saved_ptr"),
     )
 
 
@@ -145,7 +152,7 @@ def _summary(name: str, **constexprs: int) -> Variant:
         name=name,
         module="flash_kda.sm90.kernels.summary",
         function="kda_summary",
-        signature=_SUMMARY,
+        signature=_SUMMARY | (_FP32_GATE if constexprs["G32"] else {}),
         limits=Limits(registers=128),
         constexprs=constexprs,
         num_warps=8,
@@ -167,7 +174,7 @@ _CHAIN: dict[str, str] = {
         "index_ptr": "*i32",
     },
     **dict.fromkeys(("heads", "seq_len", "map_words", "total", "n_seqs", "n_slots", "seg_len"), "i32"),
-    **dict.fromkeys(("flags", "in_slots", "needs_slot", "needs_head"), "i32"),
+    **dict.fromkeys(("flags", "in_slots", "index_words", "needs_slot", "needs_head"), "i32"),
     "h0_stride": "i64",
     "eps": "fp32",
 }
@@ -193,12 +200,12 @@ _WARMUP: dict[str, str] = {
 }
 
 
-def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
+def _warmup(name: str, chunks: int, num_warps: int, gate: str = "*bf16") -> Variant:
     return Variant(
         name=name,
         module="flash_kda.sm90.kernels.warmup",
         function="kda_warmup",
-        signature=_WARMUP,
+        signature=_WARMUP | {"g_ptr": gate},
         limits=Limits(registers=128),
         constexprs={"CHUNKS": chunks},
         num_warps=num_warps,
@@ -207,9 +214,18 @@ def _warmup(name: str, chunks: int, num_warps: int) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=0),
-    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=1),
-    _forward("forward_split_v", 4, CR=200, PR=104, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0),
+    _forward("forward", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=0, G32=0, CHECKPOINTS=0),
+    _forward("forward_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=1, G32=0, CHECKPOINTS=0),
+    _forward("forward_split_v", 4, CR=200, PR=104, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0, G32=0, CHECKPOINTS=0),
+    _forward("forward_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=0, PROBE=0, G32=1, CHECKPOINTS=0),
+    _forward("forward_probe_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=0, PROBE=1, G32=1, CHECKPOINTS=0),
+    _forward("forward_split_v_g32", 4, CR=200, PR=104, NP=9, SP=5, VSPLIT=2, LAG=0, PROBE=0, G32=1, CHECKPOINTS=0),
+    _forward("forward_checkpoints", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=0, G32=0, CHECKPOINTS=1),
+    _forward("forward_checkpoints_probe", 8, CR=168, PR=88, NP=7, SP=6, VSPLIT=1, LAG=0, PROBE=1, G32=0, CHECKPOINTS=1),
+    _forward("forward_checkpoints_split_v", 4, CR=200, PR=104, NP=11, SP=6, VSPLIT=2, LAG=0, PROBE=0, G32=0, CHECKPOINTS=1),
+    _forward("forward_checkpoints_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=0, PROBE=0, G32=1, CHECKPOINTS=1),
+    _forward("forward_checkpoints_probe_g32", 8, CR=168, PR=88, NP=7, SP=5, VSPLIT=1, LAG=0, PROBE=1, G32=1, CHECKPOINTS=1),
+    _forward("forward_checkpoints_split_v_g32", 4, CR=200, PR=104, NP=9, SP=5, VSPLIT=2, LAG=0, PROBE=0, G32=1, CHECKPOINTS=1),
     Variant(
         name="decide",
         module="flash_kda.sm90.kernels.decide",
@@ -220,11 +236,15 @@ VARIANTS: tuple[Variant, ...] = (
         },
         limits=Limits(registers=64),
     ),
-    _summary("summary", CR=192, PR=64, NP=7, SP=8, LAG=1),
+    _summary("summary", CR=192, PR=64, NP=7, SP=8, LAG=1, G32=0),
+    _summary("summary_g32", CR=192, PR=64, NP=7, SP=6, LAG=1, G32=1),
     _chain("chain", ROWS=16, STAGES=3),
     _warmup("warmup", 4, 4),
     _warmup("warmup_16", 16, 16),
+    _warmup("warmup_g32", 4, 4, "*fp32"),
+    _warmup("warmup_16_g32", 16, 16, "*fp32"),
 )
 """The variants that ship: the forward kernel with one CTA an item, the same with norms of states on the way, and with two CTAs
-that have half of V each; whether to cut; the state summary; states along pieces; the a-priori bound, with more tokens in
-flight a CTA where there are few CTAs."""
+that have half of V each; the three with states on the way; all six for g in fp32 (_g32), with fewer stages, and, for half of V,
+as many prep warps as those allow; whether to cut; the state summary, for either g; states along pieces; the a-priori bound,
+with more tokens in flight a CTA where there are few CTAs, for either g."""

@@ -76,7 +76,8 @@ def emulate(case, initial_state=None):
     inside = chunks(torch.ones_like(case.beta)[..., None])
     gate = (chunks(case.g) + case.dt_bias[:, None]) * case.A_log.exp().clamp(max=3e38)[:, None, None]
     log_gamma = (case.lower_bound * torch.sigmoid(gate) * inside).cumsum(2)
-    strength = torch.sigmoid(chunks(case.beta[..., None])) * inside
+    strength = chunks(case.beta[..., None])
+    strength = (strength if case.beta_is_activated else torch.sigmoid(strength)) * inside
     q, k, v = unit(chunks(case.q)), unit(chunks(case.k)), chunks(case.v)
     qd, kd, ki = bf(q * log_gamma.exp()), bf(k * log_gamma.exp()), bf(k * (-log_gamma).exp())
     gamma = log_gamma[:, :, -1].exp()
@@ -452,8 +453,6 @@ def test_a_hundred_repeats():
 
 def test_what_the_kernel_cannot_take_is_refused_by_name():
     case = on_gpu(cases.random(64, 2))
-    with pytest.raises(NotImplementedError, match="g is torch"):
-        fwd(replace(case, g=case.g.float()))
     odd = torch.zeros(1, 64, 2, D + 1, dtype=torch.bfloat16, device="cuda")[..., 1:]
     with pytest.raises(NotImplementedError, match="k has strides"):
         fwd(replace(case, k=odd))
@@ -524,12 +523,6 @@ def test_first_call_of_a_process_is_quick():
     )
     seconds = float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
     assert seconds < 0.3
-
-
-def test_strided_offsets_are_refused():
-    table = torch.tensor([[0, 9], [40, 9], [64, 9]], device="cuda")
-    with pytest.raises(NotImplementedError, match="cu_seqlens has stride 2"):
-        fwd(on_gpu(cases.random(64, 2)), cu_seqlens=table[:, 0])
 
 
 @pytest.mark.parametrize("decide", [None, "cut", "whole"])

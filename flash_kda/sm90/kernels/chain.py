@@ -110,7 +110,7 @@ def runs(needs, norms, layout, states, slot, head, inside):
     """For each entry: whether a run starts there, 1 if with a product, and its sequence's first slot, products' end, h0 row."""
     needs_ptr, needs_slot, needs_head, heads, flags = needs
     map_ptr, seq_len, map_words, total, n_seqs, n_slots, seg_len = layout
-    index_ptr, in_slots = states
+    index_ptr, index_words, in_slots = states
     entering = (flags & ENTERING) // ENTERING
     need = needed(needs, slot, head, inside)
     before = needed(needs, slot - 1, head, inside & (slot > 0))
@@ -133,7 +133,7 @@ def runs(needs, norms, layout, states, slot, head, inside):
     owned = (first <= slot) & (slot < last)
     initial = slot * 0 - 1
     if (flags & HAS_INITIAL) != 0:
-        initial = gl.maximum(state_slot(index_ptr, sequence, flags & HAS_IN_INDEX, in_slots), -1)
+        initial = gl.maximum(state_slot(index_ptr, index_words, sequence, flags & HAS_IN_INDEX, in_slots), -1)
     # a segment that nobody owns is entered by zeros
     first = gl.where(owned, first, slot)
     last = gl.where(owned, last - entering, slot)
@@ -360,6 +360,7 @@ def three(hi, lo, hi_s, lo_s, p: gl.constexpr, acc):
         "seg_len",
         "flags",
         "in_slots",
+        "index_words",
         "needs_slot",
         "needs_head",
         "h0_stride",
@@ -385,6 +386,7 @@ def kda_chain(
     seg_len,
     flags,
     in_slots,
+    index_words,
     needs_slot,
     needs_head,
     h0_stride,
@@ -405,7 +407,8 @@ def kda_chain(
             pieces of seg_len, seq_len >= 0 if dense). ENTERING: offsets of segments, total = n_slots, seg_len = 1.
         cut_ptr: one int32, read instead of seg_len if `flags` says so (decide.py).
         h0_ptr: [in_slots, heads, 128, 128] fp32 or (`flags`) bf16 behind the same pointer type, slots h0_stride elements
-            apart, a multiple of 4; index_ptr: [n_seqs] row of each sequence, out of range for zeros. Read if `flags` say so.
+            apart, a multiple of 4; index_ptr: [n_seqs] int32 row of each sequence, index_words apart, out
+            of range for zeros. Read if `flags` say so.
     """
     let_next_start()
     wait_for_previous()
@@ -437,7 +440,7 @@ def kda_chain(
         [
             (products, (ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, 0, ROWS, STAGES)),
             (products, (ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, 1, ROWS, STAGES)),
-            (producer, (mt_desc, needs, norms, layout, (index_ptr, in_slots), smem, 128 // ROWS, STAGES)),
+            (producer, (mt_desc, needs, norms, layout, (index_ptr, index_words, in_slots), smem, 128 // ROWS, STAGES)),
         ],
         [8, 4],
         [112, 32],

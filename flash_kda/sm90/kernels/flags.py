@@ -15,7 +15,11 @@ HAS_NUM_CHUNKS = 2048
 HAS_NEEDS = 4096
 ENTERING = 8192
 IN_PLACE = 16384
-HAS_EFFECTS = 32768
+BETA_FP32 = 32768
+BETA_ACTIVATED = 65536
+SAVED_BF16 = 131072
+SAVED_AT_INT64 = 262144
+HAS_EFFECTS = 524288
 
 CHAINED = 8
 """Pieces of a sequence after which a chain of states may begin anew (chain.py)."""

@@ -30,6 +30,9 @@ Shared memory, for each of SP stages (factors replace raw inputs in place)
     z [32, 32] bf16        Z; its upper right quadrant is zeroed once
 and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 128 / VSPLIT] bf16, and the stride of the loop over items.
 
+G32: a stage holds channels 0-63 of fp32 g where m will be, 64-127 lie in one of SP - 1 places of [32, 64] behind the last
+stage, free as soon as prep is done with the step; vec 420 says which. Elsewhere nothing differs.
+
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for `vec` or the end mark
     half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
@@ -56,13 +59,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import flags as bits
+from .checkpoints import first_checkpoint, kept_here_64, refuse, save
 from .overlap import wait_for_previous
-from .prep import INV_SHIFT, LOG2E, ex2, gate_slope, halves, kept_here, prep_warp, rcp, to_fp32
+from .prep import INV_SHIFT, LOG2E, gate_slope, halves, kept_here, prep_warp, to_fp32
 from .segments import locate, scalar, state_slot
+from .strength import load_beta, strength
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+BOX_CHANNELS_FP32 = gl.constexpr(32)
+BOX_FP32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 
 HAS_INITIAL = gl.constexpr(bits.HAS_INITIAL)
 INITIAL_BF16 = gl.constexpr(bits.INITIAL_BF16)
@@ -87,6 +94,7 @@ def producer_warp(
     SP: gl.constexpr,
     VSPLIT: gl.constexpr,
     LAG: gl.constexpr,
+    G32: gl.constexpr,
 ):
     """Fill stages item by item, then mark enough stages as the end that every prep warp meets one."""
     layout, heads, n_items, ctas_s, flags = work
@@ -95,6 +103,9 @@ def producer_warp(
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group = params
     # a [128, 128] tile as the eight [32, 64] swizzled boxes that TMA writes
     boxes = tile_s._reinterpret(gl.bfloat16, [8 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    if G32:
+        g_boxes = tile_s._reinterpret(gl.float32, [8 * SP + 8, 32, 1, 32], gl.NVMMASharedLayout(128, 32, 3))
+        place = gl.program_id(0) * 0
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -120,23 +131,34 @@ def producer_warp(
         begin, length, sequence, before, first = locate(item // heads, layout)
         neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
         meta = gl.where(field == 1, neg_rate, gl.where(field == 2, inv_bound, scale * INV_SHIFT))
-        beta_head = beta_ptr + head.to(gl.int64) * beta_h
+        beta_head = head.to(gl.int64) * beta_h
         for left in range(length, 0, -32):
             t = begin + (length - left)
-            logit = gl.load(beta_head + (t + lane).to(gl.int64) * beta_t, mask=lane < left, other=0.0).to(gl.float32)
+            beta = load_beta(beta_ptr, beta_head + (t + lane).to(gl.int64) * beta_t, lane < left, flags)
             bar = rfull.index(s)
             mbarrier.wait(empty.index(s), phase)
-            mbarrier.expect(bar, 32 * 256 * 3 + 32 * 256 // VSPLIT)
+            if G32:
+                # the place was that of the step SP - 1 before, whose stage is the next one
+                following = gl.where(s == SP - 1, 0, s + 1)
+                mbarrier.wait(full.index(following), gl.where(s == SP - 1, phase ^ 1, phase))
+            mbarrier.expect(bar, 32 * 256 * (4 if G32 else 3) + 32 * 256 // VSPLIT)
             for j in range(two):
-                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
+                if G32:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 32 * j], bar, g_boxes.index(8 * s + 4 * j + 2))
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 64 + 32 * j], bar, g_boxes.index(8 * SP + 4 * j + place))
+                else:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(8 * s + 4 * j + 2))
                 tma.async_copy_global_to_shared(q_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j + 1))
                 tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(8 * s + 4 * j))
                 if j < 2 // VSPLIT:
                     tma.async_copy_global_to_shared(v_desc, [t, head, 64 * (part + j)], bar, boxes.index(8 * s + 4 * j + 3))
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
-            vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
+            vec.slice(384, 32).store(strength(beta, flags))
             vec.slice(416, 4).store(gl.where(field == 0, left.to(gl.float32), meta))
+            if G32:
+                vec.slice(420, 4).store(gl.full([4], 0.0, gl.float32, V1) + place.to(gl.float32))
+                place = gl.where(place == SP - 2, 0, place + 1)
             done += 1
             if (GAP > 0) & (done > GAP):
                 mbarrier.wait(rfull.index(b), b_phase)
@@ -167,7 +189,19 @@ def producer_warp(
 
 
 @gluon.jit
-def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VSPLIT: gl.constexpr, PROBE: gl.constexpr):
+def consumer(
+    work,
+    smem,
+    out_desc,
+    outputs,
+    states,
+    pieces,
+    saving,
+    SP: gl.constexpr,
+    VSPLIT: gl.constexpr,
+    PROBE: gl.constexpr,
+    CHECKPOINTS: gl.constexpr,
+):
     """The recurrence, 4 warps for each 64 V channels: P|O = St [W|Q]^T is one N = 64 product, then S and O take R.
 
     One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
@@ -176,7 +210,7 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
     tile_s, vec_s, t_s, bars = smem
     rfull, half, full, empty = bars
     out_ptr, out_t, out_h = outputs
-    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride = states
+    h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_words, out_words, in_slots, out_slots, h0_stride, ht_stride = states
     slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr = pieces
     MV: gl.constexpr = 128 // VSPLIT
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MV // 16, 1], [16, 128, 16])
@@ -202,11 +236,13 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
     for item in range(gl.program_id(0) // VSPLIT, n_items, scalar(ctas_s)):
         head = item % heads
         begin, length, sequence, before, first = locate(item // heads, layout)
+        if CHECKPOINTS:
+            due = first_checkpoint(saving, layout, item, heads, flags)  # in tokens of this piece
         S = gl.zeros([MV, 128], gl.float32, S_L)
         if before >= 0:
             S = gl.load(slots_ptr + (before.to(gl.int64) * heads + head) * 16384 + s_off)
         elif (flags & HAS_INITIAL) != 0:
-            slot = state_slot(in_index_ptr, sequence, flags & HAS_IN_INDEX, in_slots)
+            slot = state_slot(in_index_ptr, in_words, sequence, flags & HAS_IN_INDEX, in_slots)
             if slot >= 0:
                 off = slot.to(gl.int64) * (h0_stride // 4 * 4) + head.to(gl.int64) * 16384
                 if (flags & INITIAL_BF16) != 0:
@@ -251,6 +287,10 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
             R1 = (R1 * row1[None, :]).to(gl.bfloat16)
             R2 = (R2 * row2[None, :]).to(gl.bfloat16)
             S = warpgroup_mma(gl.convert_layout(R1, A_S, assert_trivial=True), tile.slice(64, 16), S, is_async=True)
+            if CHECKPOINTS:
+                S = warpgroup_mma_wait(0, deps=(S,))
+                if (due == length - left + 16) & (left >= 16):
+                    due = save(S, 1.0, due, saving, layout, item, heads, vchan, sv * 128 + sk, flags)
             S = warpgroup_mma(gl.convert_layout(R2, A_S, assert_trivial=True), tile.slice(80, 16), S, is_async=True)
             R1 = gl.convert_layout(R1, A_T, assert_trivial=True)
             R2 = gl.convert_layout(R2, A_T, assert_trivial=True)
@@ -277,9 +317,14 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
                     tma.async_copy_shared_to_global(out_desc, [token, head, vchan + 64 * j], boxes.index(8 * s + 4 * j + 1))
             else:
                 # rows past the end belong to someone else
+                if CHECKPOINTS:
+                    out_t = kept_here_64(out_t)
                 row = out_ptr + token.to(gl.int64) * out_t + head.to(gl.int64) * out_h + vchan + ot * out_t + ov
                 gl.store(row, O1, mask=(ot < left) & (ov >= 0))
                 gl.store(row + 16 * out_t, O2, mask=(ot < left - 16) & (ov >= 0))
+            if CHECKPOINTS:  # noqa: SIM102  (a constant)
+                if (due == length - left + 32) & (left >= 32):
+                    due = save(S, 1.0, due, saving, layout, item, heads, vchan, sv * 128 + sk, flags)
             kept = s
             left -= 32
             s += 1
@@ -287,7 +332,7 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
                 s = 0
                 phase ^= 1
         if ((flags & HAS_FINAL) != 0) & (item >= n_slots * heads):
-            slot = state_slot(out_index_ptr, sequence, flags & HAS_OUT_INDEX, out_slots)
+            slot = state_slot(out_index_ptr, out_words, sequence, flags & HAS_OUT_INDEX, out_slots)
             if slot >= 0:
                 if ((flags & IN_PLACE) != 0) & (before >= 0):
                     # The initial state may lie where the final one goes: the first piece must have taken it. Its item comes
@@ -299,6 +344,9 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
                     gl.store(ht_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + off + s_off, S.to(gl.bfloat16))
                 else:
                     gl.store(ht_ptr + off + s_off, S)
+        if CHECKPOINTS:
+            S = gl.full([MV, 128], float("nan"), gl.float32, S_L)
+            refuse(S, saving, layout, item, n_slots, heads, vchan, sv * 128 + sk, flags)
     tma.store_wait(0)
     if kept >= 0:
         mbarrier.arrive(empty.index(kept), count=1)
@@ -318,12 +366,20 @@ def consumer(work, smem, out_desc, outputs, states, pieces, SP: gl.constexpr, VS
         "flags",
         "in_slots",
         "out_slots",
+        "in_words",
+        "out_words",
         "beta_t",
         "beta_h",
         "out_t",
         "out_h",
         "h0_stride",
         "ht_stride",
+        "every",
+        "columns",
+        "saved_rows",
+        "saved_stride",
+        "saved_at_n",
+        "saved_at_c",
     )
 )
 def kda_forward(
@@ -346,6 +402,8 @@ def kda_forward(
     cut_ptr,
     in_index_ptr,
     out_index_ptr,
+    saved_ptr,
+    saved_at_ptr,
     heads,
     qk_group,
     n_items,
@@ -358,12 +416,20 @@ def kda_forward(
     flags,
     in_slots,
     out_slots,
+    in_words,
+    out_words,
     beta_t,
     beta_h,
     out_t,
     out_h,
     h0_stride,
     ht_stride,
+    every,
+    columns,
+    saved_rows,
+    saved_stride,
+    saved_at_n,
+    saved_at_c,
     lower_bound,
     scale,
     CR: gl.constexpr,
@@ -373,6 +439,8 @@ def kda_forward(
     VSPLIT: gl.constexpr,
     LAG: gl.constexpr,
     PROBE: gl.constexpr,
+    G32: gl.constexpr,
+    CHECKPOINTS: gl.constexpr,
 ):
     """Launch with min(n_items, any number) * VSPLIT CTAs of 512 threads on grid axis x: num_warps = 8 / VSPLIT.
 
@@ -380,7 +448,8 @@ def kda_forward(
 
     Args:
         q_desc, k_desc, v_desc, g_desc, out_desc: [T_total, heads, 128] bf16, boxes of [32, 1, 64], 128-byte swizzle.
-        beta_ptr, out_ptr: bf16, with token and head strides beta_t, beta_h, out_t, out_h in elements.
+        beta_ptr, out_ptr: bf16, or (`flags`) beta fp32 behind the same pointer type; logits, or (`flags`) strengths in [0, 2];
+            token and head strides beta_t, beta_h, out_t, out_h in elements.
         a_log_ptr [heads], dt_ptr [heads, 128]: fp32, read if `flags` says so (else exp(A_log) = 1, dt_bias = 0).
         cu_ptr: [n_seqs + 1] offsets as 32-bit words, cu_words apart (1: int32; 2: low words of int64), read if
             seq_len < 0; otherwise sequence n is tokens n * seq_len and on. Offsets are clipped to t_total.
@@ -390,21 +459,29 @@ def kda_forward(
         taken_ptr: [n_slots, heads] int32 zeros, used if `flags` says IN_PLACE: some initial state lies where a final one goes.
         chunks_ptr, entering_ptr: (PROBE) [n_slots, heads] int32, trailing chunks that the scan of each piece replayed; fp32,
             Frobenius norm of the state that enters them, stored where there are tokens before.
-        in_index_ptr, out_index_ptr: int32 row of each sequence, read if `flags` says so (else row = sequence). Rows
-            < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
+        in_index_ptr, out_index_ptr: int32 row of each sequence, in_words, out_words apart, read if `flags` says so (else
+            row = sequence). Rows < 0 or >= in_slots, out_slots: the state starts from zeros, or is not stored.
+        saved_ptr: (CHECKPOINTS) [saved_rows, heads, 128 (V), 128 (K)], states on the way as ht_ptr holds final ones, dtype
+            by `flags`, rows saved_stride elements apart, a multiple of 4: that after the j-th `every` tokens of a sequence
+            that begins at token t in row t // every + j - 1 (columns = 1), or, every = 0, that after the tokens of
+            saved_at_ptr[n, c] in row n * columns + c.
+        saved_at_ptr: [n_seqs, columns], strides saved_at_n, saved_at_c in 32-bit words, int32 or (`flags`) int64: multiples of
+            16 up to the sequence's length; 0 or less for none; NaN is stored where it is anything else.
         heads, qk_group: value heads; value heads that share a q, k head.
         n_items: (n_slots + n_seqs) * heads. t_total: tokens.
         n_slots, seg_len: pieces that have a successor, at most, and their tokens (segments.py); 0 leaves sequences whole.
         cut_ptr: one int32, read instead of seg_len if `flags` says so (decide.py).
-        flags: HAS_*, *_BF16 above.
+        flags: of flags.py.
         lower_bound in [-5, 0], scale: fp32.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. VSPLIT: CTAs an item, 1 or 2.
+        G32: g_desc is fp32, boxes of [32, 1, 32]. SP is 5 then: SP - 1 places of [32, 64] fp32 are as large as a stage.
         PROBE: store norms of states on the way; costs time and instruction cache, so a variant of its own.
+        CHECKPOINTS: the same of states.
         LAG: steps by which second tiles trail first ones in the order of prep.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP, 128, 128], TILE)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [SP + G32, 128, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     t_s = gl.allocate_shared_memory(gl.bfloat16, [6 * SP, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     # the stride of the loop over items, in shared memory lest it hold a register of every partition
@@ -430,41 +507,60 @@ def kda_forward(
     smem = (tile_s, vec_s, t_s, (rfull, half, full, empty))
     params = (beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, scale, qk_group)
     outputs = (out_ptr, out_t, out_h)
-    states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_slots, out_slots, h0_stride, ht_stride)
+    states = (h0_ptr, ht_ptr, in_index_ptr, out_index_ptr, in_words, out_words, in_slots, out_slots, h0_stride, ht_stride)
     pieces = (slots_ptr, n_slots, taken_ptr, chunks_ptr, entering_ptr)
+    saving = (saved_ptr, saved_at_ptr, every, columns, saved_rows, saved_stride, saved_at_n, saved_at_c)
     # Registers: (2 CR + 2 PR) 128 <= 65,536, or (CR + 3 PR) 128 with VSPLIT = 2; beyond, setmaxnreg is dropped silently.
     if VSPLIT == 1:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, t_s, 0, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 1, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 2, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 3, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 4, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 5, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 6, NP, SP, LAG)),
+                (consumer, (work, smem, out_desc, outputs, states, pieces, saving, SP, VSPLIT, PROBE, CHECKPOINTS)),
+                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, t_s, 0, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 1, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 2, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 3, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 4, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 5, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 6, NP, SP, LAG, True, G32)),
             ],
             [1, 1, 1, 1, 1, 1, 1, 1],
             [PR, PR, PR, PR, PR, PR, PR, PR],
         )
+    elif NP == 9:
+        gl.warp_specialize(
+            [
+                (consumer, (work, smem, out_desc, outputs, states, pieces, saving, SP, VSPLIT, PROBE, CHECKPOINTS)),
+                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, t_s, 0, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 1, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 2, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 3, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 4, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 5, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 6, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 7, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 8, NP, SP, LAG, True, G32)),
+            ],
+            [1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+            [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],
+        )
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, smem, out_desc, outputs, states, pieces, SP, VSPLIT, PROBE)),
-                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG)),
-                (prep_warp, (smem, t_s, 0, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 1, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 2, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 3, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 4, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 5, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 6, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 7, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 8, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 9, NP, SP, LAG)),
-                (prep_warp, (smem, t_s, 10, NP, SP, LAG)),
+                (consumer, (work, smem, out_desc, outputs, states, pieces, saving, SP, VSPLIT, PROBE, CHECKPOINTS)),
+                (producer_warp, (work, smem, q_desc, k_desc, v_desc, g_desc, params, NP, SP, VSPLIT, LAG, G32)),
+                (prep_warp, (smem, t_s, 0, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 1, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 2, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 3, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 4, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 5, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 6, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 7, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 8, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 9, NP, SP, LAG, True, G32)),
+                (prep_warp, (smem, t_s, 10, NP, SP, LAG, True, G32)),
             ],
             [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
             [PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR, PR],

@@ -3,6 +3,11 @@
 forward.py says what the factors are and how a stage of shared memory is laid out. With Q = False (summary.py) there is
 no q, a stage is three tiles of [32, 128] for k, g and v, and in the place of Z comes a word: 2, or 0 once factors are no
 longer wanted, which empties the loops that ask it for their trips.
+
+G32: g is fp32 as it comes, twice the bytes. A [8, 64] block of bf16 m holds [8, 32] of it, so channels 0-31 lie where m of
+0-63 will be, 32-63 where m of 64-127 will be, and the others outside: with q in places of their own behind the last stage,
+without q in a fourth tile of the stage. The warp that makes m of channels 0-63 of some rows has read their first half of g by
+then, and reads the second before it makes the rest. Products and bits are those of bf16 g of the same values.
 """
 
 from triton.experimental import gluon
@@ -123,7 +128,7 @@ def gate_slope(a_log_ptr, dt_ptr, head, ch, flags):
 
 
 @gluon.jit(noinline=True)
-def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True):
+def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True, G32: gl.constexpr = False):
     """Replace rows >= valid of the raw tile whose k starts at 8-row block `block`; q keeps them, and they stay in their rows.
 
     Run once a segment, it is seldom in the instruction cache: a small loop, not fast code.
@@ -132,13 +137,36 @@ def mask_tile(tile_s, block, valid, two, Q: gl.constexpr = True):
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], gl.NVMMASharedLayout(128, 16, 2))
     row = gl.arange(0, 8, gl.SliceLayout(1, L)).to(gl.float32)[:, None]
-    for i in range(3 * two):  # k, g, v, two blocks each; q lies between k and g
+    # k, g, v and (G32, without q) the rest of g, two blocks each; q lies between k and g
+    for i in range((4 if G32 and not Q else 3) * two):
         at = (4 * (i // 2 + gl.where(i >= 2, 1, 0)) if Q else 8 * (i // 2)) + i % 2
         rows = blocks.index(block + at)._reinterpret(gl.int32, [128 if Q else 32, 64], PAIRS).slice(0, 8)
         # -inf in g: decay 1. A tile without any token: zeros at once, since what is left there is Kr.
-        fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
+        if G32:
+            fill = gl.where((i // 2 % 2 == 1) & (valid > 0.0), -0x00800000, 0)
+        else:
+            fill = gl.where((i // 2 == 1) & (valid > 0.0), -0x007F0080, 0)
         rows.store(gl.where(row + (8 * (i % 2)).to(gl.float32) < valid, rows.load(L), fill))
     warp_sync()
+
+
+@gluon.jit(noinline=True)
+def mask_gate(tile_s, block, valid, two):
+    """The same of channels 64-127 of fp32 g at block `block`, where there is q."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
+    row = gl.arange(0, 8, gl.SliceLayout(1, L)).to(gl.float32)[:, None]
+    for i in range(two):
+        rows = fp32_rows(tile_s, block + i, True)
+        rows.store(gl.where(row + (8 * i).to(gl.float32) < valid, rows.load(L), float("-inf")))
+    warp_sync()
+
+
+@gluon.jit
+def fp32_rows(tile_s, block, Q: gl.constexpr):
+    """Eight rows of 64 fp32 channels: 32 in 8-row block `block`, 32 in the block one column panel behind it."""
+    blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+    pairs = blocks.index(block)._reinterpret(gl.float32, [128 if Q else 32, 64], gl.NVMMASharedLayout(128, 32, 2))
+    return pairs.slice(0, 8)
 
 
 @gluon.jit
@@ -155,18 +183,25 @@ def halves(x, L: gl.constexpr):
 
 
 @gluon.jit
-def gate_rows(block, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr, Q: gl.constexpr = True):
-    """d, z and m of eight tokens and 64 channels, in place; -> cumulative sum with SHIFT, and sum without."""
+def gate_rows(
+    block, gate, bias, neg_rate, inv_bound, carry, total, X_L: gl.constexpr, Q: gl.constexpr = True, G32: gl.constexpr = False
+):
+    """d, z and m of eight tokens and 64 channels, in place; -> cumulative sum with SHIFT, and sum without.
+
+    fp32 g is read from `gate`. m then lands where other lanes read from: all have read before any writes.
+    """
     rows = block._reinterpret(gl.bfloat16, [128, 64], gl.NVMMASharedLayout(128, 16, 2))
     kh = rows.slice(0, 8)
     qh = rows.slice(32, 8)
     gh = rows.slice(64, 8)
     re = gl.arange(0, 8, gl.SliceLayout(1, X_L))[:, None]
-    g = gh.load(X_L)
+    g = gate.load(X_L) if G32 else gh.load(X_L)
     k = kh.load(X_L)
     if Q:
         q = qh.load(X_L)
-    x = gl.fma(to_fp32(g), neg_rate, bias)
+    if not G32:
+        g = to_fp32(g)
+    x = gl.fma(g, neg_rate, bias)
     lg = rcp(gl.fma(ex2(x), inv_bound, inv_bound))
     G = gl.associative_scan(gl.where(re == 0, lg + carry[None, :], lg), 0, add)
     carry = gl.sum(gl.where(re == 7, G, 0.0), 0)
@@ -200,7 +235,7 @@ def two_products(blocks, row, row_m, two, zero, A_L: gl.constexpr, B_L: gl.const
 # One function for both tiles, with loops that stay loops: the hot code of all warps has to fit the instruction cache
 # (two unrolled copies, 68 KB, cost three times the time of the arithmetic).
 @gluon.jit
-def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.constexpr = True):
+def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.constexpr = True, G32: gl.constexpr = False):
     """Factors of tile T (0 or 1) of the step in stage s, in place; one warp."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -213,7 +248,7 @@ def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.cons
     # Views with a run-time first row: a stage is two column panels of sixteen 8-row blocks of [8, 64]; a block may be
     # looked at as the [128, 128] or [128, 64] tile that starts at it, of which only rows that exist are touched.
     blocks = tile_s._reinterpret(gl.bfloat16, [tile_s.shape[0] * (32 if Q else 8), 8, 64], TILE)
-    STAGE: gl.constexpr = 32 if Q else 24  # blocks of a stage, and of a column panel
+    STAGE: gl.constexpr = 32 if Q or G32 else 24  # blocks of a stage, and of a column panel
     PANEL: gl.constexpr = 16 if Q else 4
     SMALL: gl.constexpr = 6 if Q else 3  # [16, 16] matrices of a stage
     row0 = STAGE * s + 2 * T
@@ -226,7 +261,16 @@ def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.cons
     rk_s = vec_16.index(32 * s + 30 + T)
     valid = scalar(vec.slice(416, 1)) - 16.0 * T
     if valid < 16.0:
-        mask_tile(tile_s, row0, valid, two, Q)
+        mask_tile(tile_s, row0, valid, two, Q, G32)
+    gate_row = row0 + 8  # block of g: channels 0-63, then (G32) 64-127
+    gate_row2 = gate_row
+    if G32:
+        if Q:
+            gate_row2 = STAGE * (tile_s.shape[0] - 1) + 4 * scalar(vec.slice(420, 1)).to(gl.int32) + 2 * T
+            if valid < 16.0:
+                mask_gate(tile_s, gate_row2, valid, two)
+        else:
+            gate_row2 = row0 + 24
     if Q:
         # |q|^2 on the tensor cores: squares times ones. A square's rounding is 2^-9 of it, of the sum an eleventh of that.
         ones = gl.full([64, 8], 1.0, gl.bfloat16, B_L)
@@ -244,7 +288,11 @@ def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.cons
         carry = gl.full([64], SHIFT, gl.float32, gl.SliceLayout(0, X_L))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(0, X_L))
         for h in range(two):
-            carry, total = gate_rows(blocks.index(row0 + PANEL * j + h), bias, neg_rate, inv_bound, carry, total, X_L, Q)
+            block = blocks.index(row0 + PANEL * j + h)
+            gate = block
+            if G32:
+                gate = fp32_rows(tile_s, gl.where(j == 0, gate_row, gate_row2) + h, Q)
+            carry, total = gate_rows(block, gate, bias, neg_rate, inv_bound, carry, total, X_L, Q, G32)
         # gamma, of a sum without SHIFT, whose rounding would bias slow decays over many tiles
         vec_64.index(8 * s + 2 + 2 * T + j).store(ex2(total))
     warp_sync()
@@ -324,7 +372,7 @@ def scale_rows(block, hi, lo, X_L: gl.constexpr):
 
 
 @gluon.jit(noinline=True)
-def skip_tile(tile_s, vec_s, t_s, s, two, Q: gl.constexpr = True):
+def skip_tile(tile_s, vec_s, t_s, s, two, Q: gl.constexpr = True, G32: gl.constexpr = False):
     """What the consumers need of a second tile without tokens: k, v, m and matrices of zeros, no decay.
 
     Z, Q and 1/|q| only reach outputs that nobody stores.
@@ -332,7 +380,7 @@ def skip_tile(tile_s, vec_s, t_s, s, two, Q: gl.constexpr = True):
     V: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0])
-    mask_tile(tile_s, (32 if Q else 24) * s + 2, 0.0, two, Q)
+    mask_tile(tile_s, (32 if Q or G32 else 24) * s + 2, 0.0, two, Q, G32)
     vec = vec_s.index(s)
     zero = gl.zeros([16], gl.float32, V1)
     vec.slice(400, 16).store(zero)
@@ -343,7 +391,7 @@ def skip_tile(tile_s, vec_s, t_s, s, two, Q: gl.constexpr = True):
 
 
 @gluon.jit(noinline=True)
-def prep_turn(tile_s, vec_s, t_s, loops_s, rfull, half, s, T, phase, two, Q: gl.constexpr = True):
+def prep_turn(tile_s, vec_s, t_s, loops_s, rfull, half, s, T, phase, two, Q: gl.constexpr = True, G32: gl.constexpr = False):
     """Wait for stage s and do its tile T, if it has tokens: all that need not stand in the code of every warp."""
     mbarrier.wait(rfull, phase)
     left = scalar(vec_s.index(s).slice(416, 1))
@@ -351,7 +399,7 @@ def prep_turn(tile_s, vec_s, t_s, loops_s, rfull, half, s, T, phase, two, Q: gl.
         if scalar(loops_s) == 0:
             left = -1.0
     if left > 16.0 * T:
-        tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q)
+        tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q, G32)
     elif left > 0.0:
         skip_tile(tile_s, vec_s, t_s, s, two, Q)
     fence_async_shared()
@@ -359,7 +407,7 @@ def prep_turn(tile_s, vec_s, t_s, loops_s, rfull, half, s, T, phase, two, Q: gl.
 
 
 @gluon.jit
-def prep_warp(smem, loops_s, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, Q: gl.constexpr = True):
+def prep_warp(smem, loops_s, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, Q: gl.constexpr = True, G32: gl.constexpr = False):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
 
     The lag is there so that a second tile seldom has to wait for its first. NP is odd: first and second tiles alternate.
@@ -373,7 +421,7 @@ def prep_warp(smem, loops_s, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constex
     phase = two - 2
     left = 1.0
     while left > 0.0:
-        prep_turn(tile_s, vec_s, t_s, loops_s, rfull.index(s), half.index(s), s, T, phase, two, Q)
+        prep_turn(tile_s, vec_s, t_s, loops_s, rfull.index(s), half.index(s), s, T, phase, two, Q, G32)
         left = scalar(vec_s.index(s).slice(416, 1))
         # Arrivals are the caller's: inside a noinline function no thread takes itself for the partition's first. At the
         # end mark they meet nobody.

@@ -78,9 +78,9 @@ def locate(item, layout):
 
 
 @gluon.jit
-def state_slot(index_ptr, sequence, has_index, n_slots):
+def state_slot(index_ptr, words, sequence, has_index, n_slots):
     """Row of a sequence in a state buffer; negative: none."""
     slot = sequence
     if has_index != 0:
-        slot = gl.load(index_ptr + sequence)
+        slot = gl.load(index_ptr + sequence.to(gl.int64) * words)
     return gl.where(slot < n_slots, slot, -1)

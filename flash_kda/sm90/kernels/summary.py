@@ -18,7 +18,8 @@ Warp roles
     prep        NP warps: turns as in prep.py
 
 Shared memory, for each of SP stages (factors replace raw inputs in place)
-    tile 3 x [32, 128] bf16   k, then d, then W; g, then m, the first 16 rows then Kr1; v, then U
+    tile 3 x [32, 128] bf16   k, then d, then W; g, then m, the first 16 rows then Kr1; v, then U; with fp32 g (G32) a fourth
+                              tile, its channels 64-127
     vec [512] fp32            0-415 and META at 416-419 as in forward.py, but the tokens left count to 32 at most and the
                               scale is not there; 420 the norm test: the largest scaled squared norm that stops, below -1: none
 and rk [NP, 16]; norm, the scaled squared norm at the last test; loops, the trips of prep's loops: 2, after the stop 0.
@@ -45,13 +46,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import flags as bits
 from .overlap import let_next_start
-from .prep import LOG2E, P_SCALE, ex2, gate_slope, halves, kept_here, prep_warp, rcp
+from .prep import LOG2E, P_SCALE, gate_slope, halves, kept_here, prep_warp
 from .segments import CHAINED, locate, scalar
+from .strength import load_beta, strength
 
 STEP = gl.constexpr(32)  # tokens a step: two tiles
 BOX_CHANNELS = gl.constexpr(64)  # channels of a TMA box: a 128-byte swizzle holds no more
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 FINE = gl.constexpr(128)  # tokens of a segment up to which P is taken in two fp16 terms: the shorter, the longer the chains
+BOX_CHANNELS_FP32 = gl.constexpr(32)
+BOX_FP32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 NORM_SCALE = gl.constexpr(2.0**32)  # of M before it is squared: entries down to 2^-95 count
 
 CUT_ON_DEVICE = gl.constexpr(bits.CUT_ON_DEVICE)
@@ -80,15 +84,20 @@ def extent(work):
 
 
 @gluon.jit
-def producer_warp(work, smem, words, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr):
+def producer_warp(
+    work, smem, words, k_desc, v_desc, g_desc, params, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, G32: gl.constexpr
+):
     """Fill stages with steps, last to first, until all are issued or the consumers stop; then mark the end for prep."""
     layout, heads, flags, num_chunks_ptr = work
     tile_s, vec_s, t_s, bars = smem
     loops_s, norm_s = words
     rfull, half, full, empty = bars
     beta_ptr, a_log_ptr, dt_ptr, beta_t, beta_h, lower_bound, eps, qk_group = params
-    # the tiles as the six [32, 64] swizzled boxes a stage that TMA writes
-    boxes = tile_s._reinterpret(gl.bfloat16, [6 * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    # the tiles as the six (G32: eight) [32, 64] swizzled boxes a stage that TMA writes
+    BOXES: gl.constexpr = 8 if G32 else 6
+    boxes = tile_s._reinterpret(gl.bfloat16, [BOXES * SP, 32, 1, 64], gl.NVMMASharedLayout(128, 16, 3))
+    if G32:
+        g_boxes = tile_s._reinterpret(gl.float32, [BOXES * SP, 32, 1, 32], gl.NVMMASharedLayout(128, 32, 3))
     V1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     V4: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     lane = gl.arange(0, 32, V1)
@@ -102,7 +111,7 @@ def producer_warp(work, smem, words, k_desc, v_desc, g_desc, params, NP: gl.cons
     # the stop as a bound of the scaled, squared norm; nothing is at most -1, and below that there is no test
     bound = kept_here(eps) * NORM_SCALE
     bound = gl.where((flags & HAS_NUM_CHUNKS) != 0, -1.0, bound * bound)
-    beta_head = beta_ptr + head.to(gl.int64) * beta_h
+    beta_head = head.to(gl.int64) * beta_h
     # A prep warp goes from a turn at step i to one at most JUMP steps on, in the stage that step i - GAP had. A wait that comes
     # before that step's bytes takes the phase before for the one it wants (seen as a hang), so stages must fill in that order.
     JUMP: gl.constexpr = NP // 2 + 1 + LAG
@@ -114,27 +123,31 @@ def producer_warp(work, smem, words, k_desc, v_desc, g_desc, params, NP: gl.cons
     done = 0
     first = (kept + 31) // 32 * 32 - 32  # of the step, counted from `begin`
     some = (lane < kept - first) & (kept > 0)  # a slot that nobody owns begins anywhere
-    next_logit = gl.load(beta_head + (begin + first + lane).to(gl.int64) * beta_t, mask=some, other=0.0)
+    next_beta = load_beta(beta_ptr, beta_head + (begin + first + lane).to(gl.int64) * beta_t, some, flags)
     while first >= 0:
         t = begin + first
         left = kept - first
-        logit = next_logit.to(gl.float32)
-        next_logit = gl.load(beta_head + (t - 32 + lane).to(gl.int64) * beta_t, mask=lane < first, other=0.0)
+        beta = next_beta
+        next_beta = load_beta(beta_ptr, beta_head + (t - 32 + lane).to(gl.int64) * beta_t, lane < first, flags)
         bar = rfull.index(s)
         mbarrier.wait(empty.index(s), phase)
         if scalar(loops_s) == 0:  # written before the arrival that ended the wait
             first = -1
         else:
-            mbarrier.expect(bar, 32 * 256 * 3)
+            mbarrier.expect(bar, 32 * 128 * BOXES)
             for j in gl.static_range(2):
-                tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(6 * s + j + 2))
-                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(6 * s + j))
-                tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(6 * s + j + 4))
+                if G32:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 32 * j], bar, g_boxes.index(BOXES * s + j + 2))
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 32 * j + 64], bar, g_boxes.index(BOXES * s + j + 6))
+                else:
+                    tma.async_copy_global_to_shared(g_desc, [t, head, 64 * j], bar, boxes.index(BOXES * s + j + 2))
+                tma.async_copy_global_to_shared(k_desc, [t, qk_head, 64 * j], bar, boxes.index(BOXES * s + j))
+                tma.async_copy_global_to_shared(v_desc, [t, head, 64 * j], bar, boxes.index(BOXES * s + j + 4))
             if done == 0:  # after the first loads, lest they wait for this one
                 neg_rate, bias = gate_slope(a_log_ptr, dt_ptr, head, ch, flags)
             vec = vec_s.index(s)
             vec.slice(0, 128).store(bias)
-            vec.slice(384, 32).store(rcp(1.0 + ex2(logit * -LOG2E)))
+            vec.slice(384, 32).store(strength(beta, flags))
             vec.slice(416, 4).store(
                 gl.where(field == 0, gl.minimum(left, 32).to(gl.float32), gl.where(field == 1, neg_rate, inv_bound))
             )
@@ -184,12 +197,13 @@ def quarter(M, c: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, smem, words, outputs, SP: gl.constexpr):
+def consumer(work, smem, words, outputs, SP: gl.constexpr, G32: gl.constexpr):
     """The scan, 16 rows of M and H a warp."""
     layout, heads, flags, num_chunks_ptr = work
     tile_s, vec_s, t_s, bars = smem
     loops_s, norm_s = words
     rfull, half, full, empty = bars
+    TILES: gl.constexpr = 4 if G32 else 3
     ht_ptr, mt_ptr, effects_ptr, needs_mt_ptr, chunks_ptr, norm_ptr = outputs
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16])
     P_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
@@ -218,7 +232,7 @@ def consumer(work, smem, words, outputs, SP: gl.constexpr):
         P = zero
         for c in gl.static_range(4):
             A = gl.convert_layout(quarter(M, c, P_L), A_M, assert_trivial=True)
-            B = tile_s.index(3 * s + 1).slice(32 * c, 32, dim=1).permute([1, 0])
+            B = tile_s.index(TILES * s + 1).slice(32 * c, 32, dim=1).permute([1, 0])
             P = warpgroup_mma(A, B, P, use_acc=c > 0, is_async=True)
             if c < 3:
                 P, M = warpgroup_mma_wait(0, deps=(P, M))
@@ -241,8 +255,8 @@ def consumer(work, smem, words, outputs, SP: gl.constexpr):
         Y1 = warpgroup_mma(P2, t_s.index(3 * s + 1), Y1, is_async=True)
         Y2 = warpgroup_mma(P2, t_s.index(3 * s + 2), Y2, is_async=True)
         Y1, Y2 = warpgroup_mma_wait(0, deps=(Y1, Y2))
-        d = tile_s.index(3 * s)
-        v = tile_s.index(3 * s + 2)
+        d = tile_s.index(TILES * s)
+        v = tile_s.index(TILES * s + 2)
         Y1 = gl.convert_layout(Y1.to(gl.bfloat16), A_P, assert_trivial=True)
         Y2 = gl.convert_layout(Y2.to(gl.bfloat16), A_P, assert_trivial=True)
         M = warpgroup_mma(Y1, d.slice(0, 16), M, is_async=True)
@@ -332,6 +346,7 @@ def kda_summary(
     NP: gl.constexpr,
     SP: gl.constexpr,
     LAG: gl.constexpr,
+    G32: gl.constexpr,
 ):
     """Launch with a CTA of 512 threads an item on grid axis x: num_warps = 8. Items: rows * heads, row * heads + head.
 
@@ -350,16 +365,17 @@ def kda_summary(
             anew (chain.py), written if `flags` says HAS_EFFECTS.
         needs_mt_ptr, chunks_ptr: [rows, heads] int32: 1 if the scan reached the start, else 0; chunks of 16 replayed.
         norm_ptr: [rows, heads] fp32, ||M||_F at the last test.
-        flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT; FILL: write ht and mt everywhere, mt = 0 after an exit, ht = 0
-            and mt = I for rows without tokens (else left alone).
+        flags: HAS_A_LOG, HAS_DT_BIAS, HAS_NUM_CHUNKS, HAS_MT, BETA_*; FILL: write ht and mt everywhere, mt = 0 after an exit,
+            ht = 0 and mt = I for rows without tokens (else left alone).
         eps: fp32, the scan stops at ||M||_F <= eps.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. LAG: as in kda_forward.
         TERMS: bf16 terms of P in the products for H, 1 or 2.
+        G32: g_desc is fp32, boxes of [32, 1, 32].
     """
     let_next_start()
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VEC: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    tile_s = gl.allocate_shared_memory(gl.bfloat16, [3 * SP, 32, 128], TILE)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [(4 if G32 else 3) * SP, 32, 128], TILE)
     vec_s = gl.allocate_shared_memory(gl.float32, [SP, 512], VEC)
     t_s = gl.allocate_shared_memory(gl.float16, [3 * SP, 16, 16], gl.NVMMASharedLayout(32, 16, 2))
     loops_s = gl.allocate_shared_memory(gl.int32, [1], VEC)
@@ -388,15 +404,15 @@ def kda_summary(
     outputs = (ht_ptr, mt_ptr, effects_ptr, needs_mt_ptr, chunks_ptr, norm_ptr)
     gl.warp_specialize(
         [
-            (consumer, (work, smem, words, outputs, SP)),
-            (producer_warp, (work, smem, words, k_desc, v_desc, g_desc, params, NP, SP, LAG)),
-            (prep_warp, (smem, loops_s, 0, NP, SP, LAG, False)),
-            (prep_warp, (smem, loops_s, 1, NP, SP, LAG, False)),
-            (prep_warp, (smem, loops_s, 2, NP, SP, LAG, False)),
-            (prep_warp, (smem, loops_s, 3, NP, SP, LAG, False)),
-            (prep_warp, (smem, loops_s, 4, NP, SP, LAG, False)),
-            (prep_warp, (smem, loops_s, 5, NP, SP, LAG, False)),
-            (prep_warp, (smem, loops_s, 6, NP, SP, LAG, False)),
+            (consumer, (work, smem, words, outputs, SP, G32)),
+            (producer_warp, (work, smem, words, k_desc, v_desc, g_desc, params, NP, SP, LAG, G32)),
+            (prep_warp, (smem, loops_s, 0, NP, SP, LAG, False, G32)),
+            (prep_warp, (smem, loops_s, 1, NP, SP, LAG, False, G32)),
+            (prep_warp, (smem, loops_s, 2, NP, SP, LAG, False, G32)),
+            (prep_warp, (smem, loops_s, 3, NP, SP, LAG, False, G32)),
+            (prep_warp, (smem, loops_s, 4, NP, SP, LAG, False, G32)),
+            (prep_warp, (smem, loops_s, 5, NP, SP, LAG, False, G32)),
+            (prep_warp, (smem, loops_s, 6, NP, SP, LAG, False, G32)),
         ],
         [1, 1, 1, 1, 1, 1, 1, 1],
         [PR, PR, PR, PR, PR, PR, PR, PR],

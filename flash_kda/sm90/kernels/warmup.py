@@ -46,7 +46,7 @@ def kda_warmup(
     """Launch with a CTA for each (segment, head), heads first, on grid axis x; num_warps divides 8 * CHUNKS.
 
     Args:
-        g_ptr: bf16, token and head strides g_t, g_h in elements, multiples of 8.
+        g_ptr: bf16 or fp32, token and head strides g_t, g_h in elements, multiples of 16 bytes.
         a_log_ptr [heads], dt_ptr [heads, 128]: fp32, read if `flags` says so (else exp(A_log) = 1, dt_bias = 0).
         map_ptr, total, seq_len, map_words: segment offsets in tokens, as in segments.py.
         num_ptr: [segments, heads] int32. fallback_ptr: the same, one byte each.
@@ -67,8 +67,9 @@ def kda_warmup(
     slope = 1.0
     if (flags & HAS_A_LOG) != 0:
         slope = gl.minimum(gl.exp(gl.load(a_log_ptr + head)), 3.4028234663852886e38)
-    g_t = g_t // 8 * 8  # tells the compiler that rows are 16-byte aligned
-    g_ptr += begin.to(gl.int64) * g_t + head.to(gl.int64) * (g_h // 8 * 8)
+    UNIT: gl.constexpr = 128 // g_ptr.dtype.element_ty.primitive_bitwidth
+    g_t = g_t // UNIT * UNIT  # tells the compiler that rows are 16-byte aligned
+    g_ptr += begin.to(gl.int64) * g_t + head.to(gl.int64) * (g_h // UNIT * UNIT)
     sum_before = gl.to_tensor(0.0).to(gl.float64)
     num = chunks
     left = chunks
