@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ..constants import CHUNK, STEP
 
-FORWARD_US = 1.03
+FORWARD_US = 1.0
 """Microseconds the forward kernel takes for a chunk of one item."""
 SPLIT_US = 0.75
 """The same with V split over two CTAs."""
-SUMMARY_US = 1.05
+SUMMARY_US = 0.92
 """Microseconds the state summary takes for a chunk of one item."""
 CHAIN_US = 1.2
 """Microseconds for one more piece in the chain of states."""
-LAUNCH_US = 10.0
+LAUNCH_US = 14.0
 """Microseconds that a cut call costs beyond a serial one however short and few the pieces are."""
 ITEM_US = 0.15
 """The same for each item that starts at once."""

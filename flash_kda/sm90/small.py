@@ -190,10 +190,7 @@ def _launch(
         ht.device.index,
         grid,
         (_address(ht if mt is None else mt), *view),
-        *(
-            _address(x)
-            for x in (ht, out, anew[0], needs_mt, anew[1], pieces.offsets, pieces.decided, initial_state, in_index)
-        ),
+        *(_address(x) for x in (ht, out, anew[0], needs_mt, anew[1], pieces.offsets, pieces.decided, initial_state, in_index)),
         *scalars,
         anew[2],
         overlap=overlap,

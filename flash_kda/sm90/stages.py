@@ -319,9 +319,7 @@ def state_summary(
         return
     call: _Call | None = None if memo is None else memo.get("summary")
     if call is None:
-        call = _Call.of_summary(
-            inputs, cu_seqlens, max_len, num_slots, segment_len, decided, mt, num_chunks, fill, effects
-        )
+        call = _Call.of_summary(inputs, cu_seqlens, max_len, num_slots, segment_len, decided, mt, num_chunks, fill, effects)
         if memo is not None:
             memo["summary"] = call
     if call.grid == 0:

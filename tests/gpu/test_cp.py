@@ -72,7 +72,9 @@ def test_the_automatic_plan(problem):
     close(rel(final, want_final, 1), unit_final, "state")
 
 
-@pytest.mark.parametrize("fault", ["no chain", "no initial state", "slots in the wrong order", "everything exits", "chains begin anew"])
+@pytest.mark.parametrize(
+    "fault", ["no chain", "no initial state", "slots in the wrong order", "everything exits", "chains begin anew"]
+)
 def test_what_a_fault_would_do(monkeypatch, fault):
     """The check above must be able to fail: without decay everything depends on what came before."""
     case = on_gpu(cases.make("no_decay", TOKENS, HEADS))

@@ -24,7 +24,7 @@ MULTIPLE = 1.25
 LARGER = {"collinear_keys": 1.75, "nearly_collinear_keys": 1.75, "beta_ends": 1.5}
 """Set after the kernel was measured, so they guard against more, not against that. Collinear keys: 1.2e-2 against 8.1e-3; the
 kernel rounds v - W S where the emulation rounds U. fla errs 2.3e-2 to 3.9e-2 there. beta_ends: the state of one head, 3.8e-3;
-nineteen parts in twenty of what it still holds are in two channels, and the roundings of one key in these two make its error."""
+of what it still holds, nineteen parts in twenty are in two channels, and the roundings of one key in these make its error."""
 LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 0, 200, 0)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import D, nan_like, packed_offsets, rel, same_bits
 from test_forward import MULTIPLE, emulate
+from test_summary import BOUND
 
 import flash_kda
 from flash_kda.reference import forward, state_summary
@@ -207,7 +208,9 @@ def test_summary_of_fp32_and_activated_beta():
         some = cases.negative(slow)
         errors = summary_errors(with_beta(some, some.beta.to(dtype)))
         # strengths are twice as large
-        assert all(error <= 2 * unit for error, unit in zip(errors, units, strict=True)), f"{errors} against {units}"
+        assert all(error <= max(2 * unit, BOUND) for error, unit in zip(errors, units, strict=True)), (
+            f"{errors} against {units}"
+        )
 
 
 @BOTH
@@ -348,7 +351,9 @@ def test_summary_and_bound_of_fp32_g(heads):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     short = case.cut(0, 130)
     errors, units = summary_errors(with_gate(short, between(short.g))), summary_errors(short)
-    assert all(error <= MULTIPLE * unit + 2e-4 for error, unit in zip(errors, units, strict=True)), f"{errors}, {units}"
+    assert all(error <= max(MULTIPLE * unit + 2e-4, BOUND) for error, unit in zip(errors, units, strict=True)), (
+        f"{errors}, {units}"
+    )
 
 
 def test_certificate_with_fp32_g():
@@ -371,14 +376,12 @@ def test_columns_of_tables(call, dtype):
     wide = torch.full((7, 3), -1, dtype=dtype, device="cuda")
     wide[:, 1] = OFFSETS.cuda()
     function, cut = CUT[call]
-    pools, outs = [], []
+    pools, outs, start = [], [], states(9, 4)
     for offsets, first, last in ((OFFSETS.cuda(), read, write), (wide[:, 1], table[:, 2], table[:, 7])):
         pools.append(nan_states(7, 4))
         indices = {"initial_state_indices": first, "final_state_indices": last}
         with no_waiting():
-            out, _ = fwd(
-                case, function, initial_state=states(9, 4), final_state=pools[-1], cu_seqlens=offsets, **indices, **cut
-            )
+            out, _ = fwd(case, function, initial_state=start, final_state=pools[-1], cu_seqlens=offsets, **indices, **cut)
         outs.append(out)
     assert same_bits(*outs)
     assert same_bits(*pools)
@@ -641,8 +644,9 @@ def test_checkpoints_of_many_sequences():
 def test_checkpoints_that_the_kernel_cannot_store_go_in_rounds():
     case, start = on_gpu(cases.random(300, 2)), states(1, 2)
     saved = torch.full((1, 2, 2, D, 2 * D), torch.nan, device="cuda")[..., :D]
+    at = torch.tensor([[256, 96]], device="cuda")
     with no_waiting():
-        fwd(case, initial_state=start, checkpoint_states=saved, checkpoint_offsets=torch.tensor([[256, 96]], device="cuda"))
+        fwd(case, initial_state=start, checkpoint_states=saved, checkpoint_offsets=at)
     assert same_bits(saved[:, 0].contiguous(), stopped(case, start, 256))
     assert same_bits(saved[:, 1].contiguous(), stopped(case, start, 96))
 

@@ -299,7 +299,9 @@ def entering_state(ht, effects, h0, slot, head, heads, source, flags, ROWS: gl.c
 
 
 @gluon.jit
-def products(ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+def products(
+    ht_ptr, out_ptr, effects_ptr, h0, heads, flags, smem, WHICH: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
+):
     """Products WHICH, WHICH + 2, ... of the CTA."""
     mt_s, meta_s, hi_s, lo_s, told, full, empty, handed = smem
     D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])

@@ -5,15 +5,17 @@ A CTA owns one (segment, head) work item at a time, or one half of its V channel
 z = q E (E = exp(G), G the cumulative sum of log alpha in the tile), gamma the last row of E, b = beta, and T the unit
 lower triangular (I + tril(k^ E (k^ / E)^T, -1) diag(b))^-1 of the normalised keys k^ = k / |k|:
 
-    W1 = b T1 d1                                U1 = b T1 v1            Kr1 = m1 gamma1
-    W2 = b (T2 d2 gamma1 - C W1)                U2 = b (T2 v2 - C U1)   C = T2 (d2 Kr1^T)
-    Q = [z1; z2 gamma1]                         Z = [[tril(z1 m1^T), 0], [z2 Kr1^T, tril(z2 m2^T)]]
-    R = U - W S      out = Q S + Z R      S <- gamma2 (gamma1 S + [Kr1; m2]^T R)
+    D = [d1; d2 gamma1]     Q = [z1; z2 gamma1]     Kr1 = m1 gamma1
+    T = [[T1, 0], [-T2 (d2 Kr1^T) b T1, T2]]        Z = [[tril(z1 m1^T), 0], [z2 Kr1^T, tril(z2 m2^T)]]
+    X = v - D S      R = b T X      out = Q S + Z R      S <- gamma2 (gamma1 S + [Kr1; m2]^T R)
+
+Prep makes everything in the first two lines; the consumers do the third. That they apply T to X, instead of being given b T D
+and b T v, takes a fifth of prep's instructions away and two roundings out of R.
 
 Every exponent but the one of m is <= 0, and the one of m is at most 16 |lower_bound|. E carries a common factor
 2^SHIFT that cancels in every product: it keeps m of large raw keys, and d of small ones, inside the range of bf16.
-Keys and queries are never normalised: |k|^2 is the diagonal of d m^T, and powers of 1/|k| on the 16 x 16 matrices make R
-come out as R/|k|, so that m and Kr need none; 1/|q|, the scale and 2^-SHIFT multiply the outputs.
+Keys and queries are never normalised: |k|^2 is the diagonal of d m^T; 1/|k| multiplies D S, b / |k| makes R come out as R/|k|,
+so that m and Kr need no factor, and T has powers of it; 1/|q|, the scale and 2^-SHIFT multiply the outputs.
 
 Warp roles
     consumers   4 warps for each 64 V channels: the state St[v, k], fp32, lives in their wgmma accumulators
@@ -22,30 +24,31 @@ Warp roles
                 alternates first and second tiles
 
 Shared memory, for each of SP stages (factors replace raw inputs in place)
-    tile [128, 128] bf16   rows 0-31 k, then d, then W; 32-63 q, then z, then Q (with W one N = 64 wgmma operand);
-                           64-95 g, then m, the first 16 then Kr1; 96-127 v, then U (VSPLIT = 2: columns 0-63 only)
-    vec [512] fp32         0-127 dt_bias META[1], then gamma1 2^-SHIFT; 128-255 gamma1; 256-383 gamma2 2^SHIFT;
-                           384-415 beta; 448-479 scale 2^-SHIFT / |q|; 416-419 META: tokens left,
+    tile [128, 128] bf16   rows 0-31 k, then d, then D; 32-63 q, then z, then Q (with D one N = 64 wgmma operand), and
+                           last the outputs on their way; 64-95 g, then m, the first 16 then Kr1; 96-127 v (VSPLIT = 2:
+                           columns 0-63 only)
+    vec [512] fp32         0-127 dt_bias META[1]; 128-255 gamma1; 256-383 gamma2; 384-415 beta, then 2^SHIFT b / |k|;
+                           448-479 scale 2^-SHIFT / |q|; 480-511 2^-SHIFT / |k|; 416-419 META: tokens left,
                            -exp(A_log) log2(e), 1 / (lower_bound log2(e)), scale 2^-SHIFT
-    z [32, 32] bf16        Z; its upper right quadrant is zeroed once
-and rk [NP, 16] (1/|k|, private to a prep warp), out [32, 128 / VSPLIT] bf16, and the stride of the loop over items.
+    t 6 x [16, 16] bf16    the three blocks of T that are not zero, first row first; those of Z
+and the stride of the loop over items.
 
 G32: a stage holds channels 0-63 of fp32 g where m will be, 64-127 lie in one of SP - 1 places of [32, 64] behind the last
 stage, free as soon as prep is done with the step; vec 420 says which. Elsewhere nothing differs.
 
 Barriers, for each stage
     rfull  the producer: TMA bytes, and its own arrival for `vec` or the end mark
-    half   prep of the first tile, to prep of the second: Kr1, W1, U1 and gamma1 are there
+    half   prep of the first tile, to prep of the second: Kr1, T1, gamma1 and b / |k| are there
     full   both prep warps, to the consumers: all factors are there
-    empty  the consumers, to the producer: the stage may be overwritten
+    empty  the consumers, to the producer: the stage may be overwritten, its outputs have left (one step later)
 The producer alone tells prep what to do: a prep warp keeps nothing but its tile count across tiles, because registers
-that live across the call into `prep_tile` are registers that it cannot use.
+that live across the call into `prep_turn` are registers that it cannot use.
 
 Rows past the end of a segment may hold a neighbour's tokens. Before anything reads them they are replaced, by selection:
 zeros in k, v and -inf in g, which makes their decay exactly 1. What comes of q (z, Q, Z, 1/|q|) stays in the row of its
 token, and the rows past the end are never stored.
 
-Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e30; beyond, a token may overflow into its step.
+Ranges: the promises hold for |k| up to 6e9 and |q|, |v| up to about 1e27; beyond, a token may overflow into its step.
 """
 
 from triton.experimental import gluon
@@ -202,7 +205,7 @@ def consumer(
     PROBE: gl.constexpr,
     CHECKPOINTS: gl.constexpr,
 ):
-    """The recurrence, 4 warps for each 64 V channels: P|O = St [W|Q]^T is one N = 64 product, then S and O take R.
+    """The recurrence, 4 warps for each 64 V channels: P|O = St [D|Q]^T is one N = 64 product, then T, then S and O take R.
 
     One partition, not one for each warpgroup: a second copy of this code would not fit the instruction cache.
     """

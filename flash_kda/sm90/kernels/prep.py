@@ -1,8 +1,8 @@
 """Chunk factors on Hopper: what the prep warps of the kernels do with a step of raw tokens in shared memory.
 
 forward.py says what the factors are and how a stage of shared memory is laid out. With Q = False (summary.py) there is
-no q, a stage is three tiles of [32, 128] for k, g and v, and in the place of Z comes a word: 2, or 0 once factors are no
-longer wanted, which empties the loops that ask it for their trips.
+no q and no Z, a stage is three tiles of [32, 128] for k, g and v, and a word says 2, or 0 once factors are no longer wanted,
+which empties the loops that ask it for their trips.
 
 G32: g is fp32 as it comes, twice the bytes. A [8, 64] block of bf16 m holds [8, 32] of it, so channels 0-31 lie where m of
 0-63 will be, 32-63 where m of 64-127 will be, and the others outside: with q in places of their own behind the last stage,
@@ -314,7 +314,7 @@ def tile_factors(tile_s, vec_s, t_s, loops_s, half, s, T, phase, two, Q: gl.cons
     N = gl.where(rm > cm, A * (-rk)[:, None] * (beta_col * rkc)[None, :], 0.0)
     row_s.store(beta * rk * (1.0 / INV_SHIFT))
     Nt = gl.convert_layout(gl.permute(N, [1, 0]), M2)
-    # fp16 where nothing can leave its range (no entry of T or N exceeds the write strength): T then errs little more than fp32's
+    # fp16 where nothing leaves its range (entries of T, N are at most a write strength): T then errs hardly more than in fp32
     TYPE: gl.constexpr = t_s.dtype
     NB = transposed(Nt.to(TYPE), B_L)
     x = rm ^ cm
@@ -407,7 +407,16 @@ def prep_turn(tile_s, vec_s, t_s, loops_s, rfull, half, s, T, phase, two, Q: gl.
 
 
 @gluon.jit
-def prep_warp(smem, loops_s, WID: gl.constexpr, NP: gl.constexpr, SP: gl.constexpr, LAG: gl.constexpr, Q: gl.constexpr = True, G32: gl.constexpr = False):
+def prep_warp(
+    smem,
+    loops_s,
+    WID: gl.constexpr,
+    NP: gl.constexpr,
+    SP: gl.constexpr,
+    LAG: gl.constexpr,
+    Q: gl.constexpr = True,
+    G32: gl.constexpr = False,
+):
     """Turns WID, WID + NP, ...; even turns are first tiles in order, odd ones second tiles, LAG steps behind.
 
     The lag is there so that a second tile seldom has to wait for its first. NP is odd: first and second tiles alternate.

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 
 from . import flags
 
-
 CHAINED = gl.constexpr(flags.CHAINED)
 
 

@@ -4,25 +4,27 @@ A CTA owns one (segment, head) item. It walks the item's steps of 32 tokens from
 ||M||_F <= eps, when nothing before can matter. With the factors of a step that forward.py defines, K~ = [Kr1; m2], and M = I,
 H = 0 at the end of the segment:
 
-    M <- M diag(gamma2)         P = M K~^T         M <- M diag(gamma1) - P W         H <- H + P U
+    M <- M diag(gamma2)     P = M K~^T b     Y = P T     M <- M diag(gamma1) - Y D^     H <- H + Y v
 
-M and P are rounded to bf16 for the products. With TERMS = 2 H takes P in two bf16 terms: chained states then err at most 7 %
-more than serial ones unless nearly everything is forgotten, against 15 % with one term, for 12 % of the time (measured.md).
+M is rounded to bf16 for its product, and so is Y, once: M and H take the same Y, so that what its rounding does to the two
+cancels in S_out as far as the state predicts v. (Rounded apart, states chained over 256 collinear segments erred ten times
+more than serial ones.) For that D^ has normalised keys. P and T are fp16, which nothing in them can leave: neither exceeds 2.
 
 Factors and barriers are those of forward.py without q.
 
 Warp roles
-    consumers   8 warps, 16 rows of M and H each, fp32, in their wgmma accumulators (H negated, so that P is needed in
-                one sign only)
+    consumers   8 warps, 16 rows of M and H each, fp32, in their wgmma accumulators (H negated, so that Y is needed in
+                one sign only, and times P_SCALE)
     producer    1 warp: TMA of the raw tiles, SP steps deep
     prep        NP warps: turns as in prep.py
 
 Shared memory, for each of SP stages (factors replace raw inputs in place)
-    tile 3 x [32, 128] bf16   k, then d, then W; g, then m, the first 16 rows then Kr1; v, then U; with fp32 g (G32) a fourth
-                              tile, its channels 64-127
+    tile 3 x [32, 128] bf16   k, then d, then D^ / P_SCALE; g, then m, the first 16 rows then Kr1; v; with fp32 g (G32) a
+                              fourth tile, its channels 64-127
     vec [512] fp32            0-415 and META at 416-419 as in forward.py, but the tokens left count to 32 at most and the
                               scale is not there; 420 the norm test: the largest scaled squared norm that stops, below -1: none
-and rk [NP, 16]; norm, the scaled squared norm at the last test; loops, the trips of prep's loops: 2, after the stop 0.
+    t 3 x [16, 16] fp16       the blocks of T
+and norm, the scaled squared norm at the last test; loops, the trips of prep's loops: 2, after the stop 0.
 
 Exit. The norm is taken after steps 1, 2, 4, 8, 16, 24, ... and the last one. A reduction over the partition gives all warps
 one number, hence one verdict. The consumers then clear `loops` and arrive once more at the barrier that the producer waits for
@@ -369,7 +371,6 @@ def kda_summary(
             ht = 0 and mt = I for rows without tokens (else left alone).
         eps: fp32, the scan stops at ||M||_F <= eps.
         CR, PR: registers of consumer and of other warps. NP, SP: prep warps, stages. LAG: as in kda_forward.
-        TERMS: bf16 terms of P in the products for H, 1 or 2.
         G32: g_desc is fp32, boxes of [32, 1, 32].
     """
     let_next_start()
