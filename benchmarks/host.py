@@ -26,7 +26,7 @@ BATCH, BATCHES = 200, 15
 class Nothing:
     """A kernel that is not launched."""
 
-    def launch(self, *_arguments: object) -> None:
+    def launch(self, *_arguments: object, **_options: object) -> None:
         return None
 
 

@@ -364,7 +364,7 @@ def accuracy(here: Rows) -> list[str]:
         for peer in peers:
             row = found[peer]
             cells += [_worst(row, "out"), _worst(row, "state")]
-            cells += [MISSING if row is None else f"{x:.2f}" if (x := row.get(f"ratio_{w}")) else "" for w in ("out", "state")]
+            cells += [_over(found[FWD], row, what) for what in ("out", "state")]
         if not peers:
             dropped = found[FWD_CP]
             cells.append(MISSING if dropped is None else _small(dropped.get("dropped")))
@@ -396,6 +396,15 @@ def _worst(row: Row | None, what: str) -> str:
         return MISSING
     heads = row.get(f"head_rel_l2_{what}")
     return "NaN or inf" if not heads else f"{max(heads):.1e}"
+
+
+def _over(ours: Row | None, theirs: Row | None, what: str) -> str:
+    """Largest ratio of our error to theirs on one head. The rows need not be of one run; the inputs are the same."""
+    if ours is None or theirs is None:
+        return MISSING
+    heads = zip(ours.get(f"head_rel_l2_{what}") or [], theirs.get(f"head_rel_l2_{what}") or [], strict=False)
+    ratios = [a / b for a, b in heads if b > 0]
+    return f"{max(ratios):.2f}" if ratios else ""
 
 
 def _small(value: float | None) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         fwd,
         fwd_cp,
         get_warmup_chunks,
+        get_workspace_size,
         state_only,
     )
     from .chunk import chunk_kda
@@ -32,6 +33,7 @@ _HOME = {
     "fwd": "api",
     "fwd_cp": "api",
     "get_warmup_chunks": "api",
+    "get_workspace_size": "api",
     "last_path": "dispatch",
     "plan_segments": "plan",
     "state_only": "api",
@@ -47,6 +49,7 @@ __all__ = [
     "fwd",
     "fwd_cp",
     "get_warmup_chunks",
+    "get_workspace_size",
     "last_path",
     "plan_segments",
     "state_only",

@@ -210,6 +210,23 @@ def fwd(
     return out, final_state
 
 
+def get_workspace_size(total_tokens: int, num_heads: int, num_sequences: int = 1) -> int:
+    """Bytes of workspace that :func:`fwd` wants from its caller: 0. For callers of FlashKDA, which ask before each call.
+
+    Args:
+        total_tokens: B * T.
+        num_heads: H.
+        num_sequences: N.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+    for name, value in (("total_tokens", total_tokens), ("num_heads", num_heads), ("num_sequences", num_sequences)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    return 0
+
+
 @_public(ops.fwd_cp)
 def fwd_cp(
     q: Tensor,

@@ -53,5 +53,6 @@ def test_public_names():
 
     assert all(hasattr(flash_kda, name) for name in flash_kda.__all__)
     functions = {"fwd", "fwd_cp", "state_only", "get_warmup_chunks", "correct_initial_states", "plan_segments", "last_path"}
+    functions |= {"get_workspace_size"}
     assert functions <= set(flash_kda.__all__)
     assert all(getattr(flash_kda, name).__doc__ for name in functions)

@@ -397,7 +397,7 @@ def test_no_sequence_is_not_cut(launches, monkeypatch):
 
 def test_unseen_lengths_are_looked_at_on_the_device(launches, monkeypatch):
     monkeypatch.setattr(validation, "readable", lambda _x: False)
-    monkeypatch.setattr(plan, "DECIDE_SHARE", 10.0)  # a look pays for itself only in larger calls than a test wants
+    monkeypatch.setattr(plan, "LOOK_SHARE", 1e6)  # a look pays for itself only in larger calls than a test wants
     plan._remembered.cache_clear()
     case = cases.random(8192, 8)
     offsets = torch.tensor([0, 8000, *range(8008, 8192, 8), 8192])

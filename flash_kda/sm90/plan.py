@@ -35,9 +35,12 @@ MARGIN = 0.97
 UNSEEN_PIECES = 4
 """Cut unseen lengths if the mean sequence would have this many pieces; the longest then has no fewer."""
 UNSEEN_LONGEST = 3.5
-"""Or, decided on the device, if the longest sequence has this many,"""
-DECIDE_SHARE = 17.0 / 0.03
-"""and the call takes so many microseconds that a decision against it costs 3 %: it takes 17 us, with what then runs idle."""
+"""Or, decided on the device, if the longest sequence has this many."""
+LOOK_US = 17.0
+"""A decision on the device takes so many microseconds, with what then runs idle; and where sequences outnumber the processors,
+one of them more on some, since the empty items come first."""
+LOOK_SHARE = 0.03
+"""The device looks where a decision against a cut costs no more than this share of the call."""
 LENGTHS_KEPT = 64
 """Most sequences of which a choice is remembered by their lengths."""
 DEVICE_SEQUENCES = 4096
@@ -100,7 +103,9 @@ def _choose(
             pays = cut_us(equal, segment_len, num_heads, num_processors) < MARGIN * serial_us(equal, num_heads, num_processors)
             return Cut.every(segment_len, total_tokens) if pays else None
         balanced = FORWARD_US / CHUNK * total_tokens * num_heads / num_processors
-        if 2 * num_sequences > room and num_sequences <= DEVICE_SEQUENCES and balanced >= DECIDE_SHARE:
+        uneven = FORWARD_US / CHUNK * total_tokens / num_sequences if num_sequences * num_heads > num_processors else 0.0
+        pays = balanced * LOOK_SHARE >= LOOK_US + uneven
+        if 2 * num_sequences > room and num_sequences <= DEVICE_SEQUENCES and pays:
             return Cut.every(segment_len, total_tokens, int(UNSEEN_LONGEST * segment_len))
         return None
     covered = sum(lengths)

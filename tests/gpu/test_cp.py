@@ -235,7 +235,7 @@ def test_pools_and_offsets_that_end_early():
 @pytest.mark.parametrize("long", [True, False])
 def test_graph_replay_with_other_offsets(monkeypatch, long):
     """Captured once without looking at lengths; replayed with lengths that are cut elsewhere or not at all."""
-    monkeypatch.setattr(plan, "DECIDE_SHARE", 10.0)  # decide on the device in a small call too
+    monkeypatch.setattr(plan, "LOOK_SHARE", 1e6)  # decide on the device in a small call too
     plan._remembered.cache_clear()
     case = on_gpu(cases.make("random_half", 16384, 8))
     lengths = [(16384, 0, 0, 0, 0, 0, 0, 0, 0, 0), (2048, 2048, 2048, 2048, 2048, 2048, 2048, 2047, 1, 0)]
