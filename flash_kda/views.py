@@ -18,6 +18,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two views may share memory. Interleaved slices of one buffer, as of a fused projection, do not."""
     if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
+    if a.is_contiguous() and b.is_contiguous():
+        return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
     spans = []
     for x in (a, b):
         reach = sum((n - 1) * abs(s) for n, s in zip(x.shape, x.stride(), strict=True))

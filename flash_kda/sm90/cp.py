@@ -79,8 +79,9 @@ def forward(
     kept = cuts.setdefault((cut, in_place, certify), {})
     # A certificate counts what the scans drop, and then that must be all: no chain begins anew.
     anew = 0 if certify or cut.num_slots <= CHAINED else -(-cut.num_slots // CHAINED)
-    workspace = torch.empty(2 * cut.num_slots + anew, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
-    slots, mt, effects = workspace.split((cut.num_slots, cut.num_slots, anew))
+    slots = torch.empty(cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
+    mt = torch.empty(cut.num_slots, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device)
+    effects = torch.empty(anew, heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=device) if anew else None
     needs_mt, chunks, norm = torch.empty(3, cut.num_slots, heads, dtype=torch.int32, device=device).unbind()
     norm = norm.view(torch.float32)
     # of few bytes, and filled before the summary begins
@@ -105,7 +106,7 @@ def forward(
         decided=decided,
         eps=eps,
         fill=False,
-        effects=effects if anew else None,
+        effects=effects,
         memo=kept,
     )
     small.chain(
@@ -119,7 +120,7 @@ def forward(
         decided=decided,
         initial_state=initial_state,
         in_index=in_index,
-        effects=effects if anew else None,
+        effects=effects,
         norm=norm,
         eps=eps,
         overlap=True,
