@@ -37,6 +37,7 @@ def fwd_cp(
     *,
     context: ContextParallel,
     output_final_state: bool = False,
+    beta_is_activated: bool = False,
     segment_len: int | None = None,
     fixed_plan: bool = False,
     eps: float = EXIT_EPS,
@@ -46,7 +47,8 @@ def fwd_cp(
 
     Args:
         q, k, v, g, beta: ``[1, T, H, ...]``, the tokens of this rank's shard, T = ``context.tokens``; otherwise, like scale,
-            A_log, dt_bias and lower_bound, as in :func:`flash_kda.fwd`. The latter must be the same on every rank.
+            A_log, dt_bias, lower_bound and beta_is_activated, as in :func:`flash_kda.fwd`. The latter must be the same on
+            every rank.
         out: ``[1, T, H, V]``, overwritten, or None to allocate. Padding at the end is neither read nor written (0 if allocated
             here).
         initial_state: ``[n, H, V, K]`` bf16 or fp32, of the n sequences ``context.starts``, or None for zeros. Each rank
@@ -75,7 +77,9 @@ def fwd_cp(
 
     def begin() -> Effect | None:
         context.verdicts.look(wait=False)
-        check.check_forward(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, None, None, None)
+        check.check_forward(
+            q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, None, None, None, beta_is_activated=beta_is_activated
+        )
         tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out, "A_log": A_log, "dt_bias": dt_bias}
         check.check_shard(tensors, initial_state, final_state, **context.shard())
         x = Arguments(
@@ -89,6 +93,7 @@ def fwd_cp(
             A_log=A_log,
             dt_bias=dt_bias,
             lower_bound=lower_bound,
+            beta_is_activated=beta_is_activated,
             eps=check.check_eps(eps),
             segment_len=segment_len,
             fixed_plan=fixed_plan,

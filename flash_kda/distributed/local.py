@@ -35,6 +35,7 @@ class Arguments:
     A_log: Tensor | None
     dt_bias: Tensor | None
     lower_bound: float
+    beta_is_activated: bool
     eps: float
     segment_len: int | None
     fixed_plan: bool
@@ -50,7 +51,8 @@ class Arguments:
         return replace(self, **{name: getattr(self, name)[:, start:end] for name in names})
 
     def parameters(self) -> dict[str, Any]:
-        return {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": self.lower_bound, "impl": self.impl}
+        names = ("A_log", "dt_bias", "lower_bound", "beta_is_activated", "impl")
+        return {name: getattr(self, name) for name in names}
 
     def summarised(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("k", "v", "g", "beta")} | self.parameters() | {"eps": self.eps}

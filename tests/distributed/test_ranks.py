@@ -16,6 +16,7 @@ import flash_kda
 from flash_kda import distributed
 from flash_kda.distributed import even_shards, local
 from flash_kda.distributed import exchange as ways
+from flash_kda.reference.gate import sigmoid
 
 SEGMENT = 32
 LENGTHS = (90, 0, 230, 40)
@@ -123,6 +124,18 @@ def test_bf16_states_are_rounded_once(pool):
         )
         assert same_bits(got[0], want[0])
         assert same_bits(got[1], want[1].bfloat16())
+
+
+def test_activated_beta_takes_the_place_of_the_sigmoid(pool):
+    """In a summary, in what waits for it and in whole sequences alike."""
+    case, h0 = make("no_decay", 360), state(4, 2)
+    activated = replace(case, beta=sigmoid(case.beta.float()), beta_is_activated=True)
+    options = {"initial_state": h0, "options": {"segment_len": SEGMENT}}
+    want = sharded(pool, case, LENGTHS, RAGGED[3], **options)
+    got = sharded(pool, activated, LENGTHS, RAGGED[3], **options)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    other = sharded(pool, replace(activated, beta_is_activated=False), LENGTHS, RAGGED[3], **options)
+    assert not any(same_bits(a, b) for a, b in zip(other, want, strict=True))
 
 
 def test_each_rank_decides_about_its_states(pool):
