@@ -39,7 +39,8 @@ class Inputs:
 
     @property
     def tokens(self) -> int:
-        return self.k.shape[:-2].numel()
+        shape = self.k.shape
+        return shape[0] if len(shape) == 3 else shape[0] * shape[1]
 
     @property
     def heads(self) -> int:
