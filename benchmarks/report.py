@@ -402,9 +402,8 @@ def _over(ours: Row | None, theirs: Row | None, what: str) -> str:
     """Largest ratio of our error to theirs on one head. The rows need not be of one run; the inputs are the same."""
     if ours is None or theirs is None:
         return MISSING
-    heads = zip(ours.get(f"head_rel_l2_{what}") or [], theirs.get(f"head_rel_l2_{what}") or [], strict=False)
-    ratios = [a / b for a, b in heads if b > 0]
-    return f"{max(ratios):.2f}" if ratios else ""
+    heads = [row.get(f"head_rel_l2_{what}") for row in (ours, theirs)]
+    return f"{max(a / b for a, b in zip(*heads, strict=True) if b > 0):.2f}" if all(heads) else ""
 
 
 def _small(value: float | None) -> str:

@@ -218,12 +218,14 @@ def get_workspace_size(total_tokens: int, num_heads: int, num_sequences: int = 1
         num_heads: H.
         num_sequences: N.
 
+    Returns:
+        0, for any shape: the kernels keep what they need in registers and shared memory.
+
     Raises:
-        ValueError: a number is negative.
+        ValueError, TypeError: a number is negative, or no integer.
     """
     for name, value in (("total_tokens", total_tokens), ("num_heads", num_heads), ("num_sequences", num_sequences)):
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        check.check_integer(name, value, 0)
     return 0
 
 

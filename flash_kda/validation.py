@@ -330,10 +330,10 @@ def check_plan(
     """The contract of ``plan_segments``. Returns the offsets, or None if the host does not know them."""
     _check_tensors({"cu_seqlens": cu_seqlens}, required=("cu_seqlens",))
     _check_offset_tensor("cu_seqlens", cu_seqlens)
-    _check_integer("total_tokens", total_tokens, 0)
-    _check_integer("num_heads", num_heads, 0)
+    check_integer("total_tokens", total_tokens, 0)
+    check_integer("num_heads", num_heads, 0)
     if num_processors is not None:
-        _check_integer("num_processors", num_processors, 1)
+        check_integer("num_processors", num_processors, 1)
     check_segment_len(segment_len, fixed_plan)
     offsets = None
     if readable(cu_seqlens) or "bounds" in settings.debug():
@@ -583,7 +583,7 @@ def _number(name: str, value: float) -> float:
     return number
 
 
-def _check_integer(name: str, value: int, least: int) -> None:
+def check_integer(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
@@ -592,7 +592,7 @@ def _check_integer(name: str, value: int, least: int) -> None:
 
 def _check_multiple(name: str, value: int) -> None:
     """Whole chunks."""
-    _check_integer(name, value, CHUNK)
+    check_integer(name, value, CHUNK)
     if value % CHUNK:
         raise ValueError(f"{name} must be a multiple of {CHUNK}, got {value}")
 

@@ -32,6 +32,16 @@ def test_sglang_gathers_runs_and_scatters():
     assert same_bits(pool[slots.long()], final)
 
 
+def test_callers_that_ask_for_a_workspace_need_none():
+    assert flash_kda.get_workspace_size(65536, 16) == 0
+    assert flash_kda.get_workspace_size(total_tokens=0, num_heads=96, num_sequences=4096) == 0
+    for numbers in ((-1, 1, 1), (1, -1, 1), (1, 1, -1)):
+        with pytest.raises(ValueError, match="must be >= 0, got -1"):
+            flash_kda.get_workspace_size(*numbers)
+    with pytest.raises(TypeError, match="total_tokens must be an integer"):
+        flash_kda.get_workspace_size(1.5, 1)
+
+
 @pytest.fixture
 def vllms_operator():
     """An operator of the name and schema of vLLM's, which fails."""
