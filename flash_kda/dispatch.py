@@ -49,8 +49,13 @@ def choose(impl: str | None, device: torch.device, refusal: Callable[[], str | N
             )
         elif device.type == "cuda":
             _log_once(device, reason)
-    _local.path = chosen
+    took(chosen)
     return chosen
+
+
+def took(path: str) -> None:
+    """Makes ``path`` what :func:`last_path` tells."""
+    _local.path = path
 
 
 def _log_once(device: torch.device, reason: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Packed inputs of one call; sequences follow each other on the token axis.
 
     Token tensors may also carry a batch axis in front, whose rows then follow each other.
@@ -55,4 +54,4 @@ class Inputs:
 
         q = None if self.q is None or not with_q else packed(self.q, 3)
         k, v, g = (packed(x, 3) for x in (self.k, self.v, self.g))
-        return replace(self, q=q, k=k, v=v, g=g, beta=packed(self.beta, 2))
+        return self._replace(q=q, k=k, v=v, g=g, beta=packed(self.beta, 2))

@@ -11,8 +11,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,22 +27,40 @@ GATE_DTYPES = (torch.bfloat16, torch.float32)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 FP32_MAX = torch.finfo(torch.float32).max
 
-FORWARD_TENSORS = (
-    "q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens",
-    "initial_state_indices", "final_state_indices", "checkpoint_states", "checkpoint_offsets",
-)  # fmt: skip
-INITIAL_STATE, FINAL_STATE = FORWARD_TENSORS.index("initial_state"), FORWARD_TENSORS.index("final_state")
-WRITTEN = tuple(FORWARD_TENSORS.index(name) for name in ("out", "final_state", "checkpoint_states"))
+
+class Tensors(NamedTuple):
+    """Those of ``fwd`` and ``fwd_cp``, as they were passed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    out: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    initial_state: Tensor | None = None
+    final_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    initial_state_indices: Tensor | None = None
+    final_state_indices: Tensor | None = None
+    checkpoint_states: Tensor | None = None
+    checkpoint_offsets: Tensor | None = None
+
+
+NAMES = Tensors._fields
+INITIAL_STATE, FINAL_STATE = NAMES.index("initial_state"), NAMES.index("final_state")
+WRITTEN = tuple(NAMES.index(name) for name in ("out", "final_state", "checkpoint_states"))
 
 SEEN_KEPT = 1024
 """Kinds of calls whose metadata is remembered as checked."""
 
 Key = tuple[object, ...]
 _seen: dict[Key, Memo] = {}
+_serials = itertools.count()
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A validated call.
 
     Attributes:
@@ -52,23 +69,23 @@ class Problem:
         num_sequences: N.
         max_len: no sequence is longer (tokens); host integer.
         memo: shared by all calls that differ only in addresses and contents: a stage may keep here what depends on neither.
+        debug: what was asked to be looked for in contents.
         initial_state_indices, final_state_indices: ``[N]`` int32 rows of the states that each sequence reads and writes, or
             None for row n.
         checkpoint_states, checkpoint_offsets, checkpoint_every: states on the way and where they are taken, or None.
-        debug: what was asked to be looked for in contents.
     """
 
     inputs: Inputs
     cu_seqlens: Tensor | None
     num_sequences: int
     max_len: int
-    memo: Memo = field(default_factory=dict)
+    memo: Memo
+    debug: tuple[str, ...] = ()
     initial_state_indices: Tensor | None = None
     final_state_indices: Tensor | None = None
     checkpoint_states: Tensor | None = None
     checkpoint_offsets: Tensor | None = None
     checkpoint_every: int | None = None
-    debug: tuple[str, ...] = ()
 
     def offsets(self) -> Tensor:
         """``[N + 1]`` offsets, made where there are none."""
@@ -91,71 +108,89 @@ def check_forward(
     initial_state: Tensor | None,
     final_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    output_final_state: bool = False,
     beta_is_activated: bool = False,
-    initial_state_indices: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-    checkpoint_states: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_every: int | None = None,
 ) -> Problem:
-    """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing.
+    """The whole contract of ``fwd`` and ``fwd_cp``. Raises ValueError, TypeError or RuntimeError; writes nothing."""
+    tensors = Tensors(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
+    memo = check_kind(tensors, scale, lower_bound, False, beta_is_activated, None)
+    check_aliasing(memo, tensors)
+    return check_contents(memo, tensors, scale, lower_bound, beta_is_activated, None)
 
-    What only depends on shapes, dtypes, strides and devices is remembered: a call like an earlier one costs the host a few
-    microseconds. Aliasing and contents are looked at every time.
+
+def check_kind(
+    tensors: Tensors,
+    scale: float,
+    lower_bound: float,
+    output_final_state: bool,
+    beta_is_activated: bool,
+    checkpoint_every: int | None,
+) -> Memo:
+    """What a call must be by shapes, dtypes, strides and devices. It is remembered: one like an earlier one costs little.
+
+    Args:
+        The arguments of ``fwd`` of these names.
+
+    Returns:
+        What is remembered of this kind of call.
     """
-    everything = (
-        q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens, initial_state_indices,
-        final_state_indices, checkpoint_states, checkpoint_offsets,
-    )  # fmt: skip
     _check_flag("beta_is_activated", beta_is_activated)
     if checkpoint_every is not None:
         _check_multiple("checkpoint_every", checkpoint_every)
-    key = _metadata(everything, scale, lower_bound, bool(output_final_state), beta_is_activated, checkpoint_every)
+    key = _metadata(tensors, scale, lower_bound, bool(output_final_state), beta_is_activated, checkpoint_every)
     memo = None if key is None else _seen.get(key)
-    if memo is None:
-        named: dict[str, Tensor | None] = dict(zip(FORWARD_TENSORS, everything, strict=True))
-        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        optional = {name: x for name, x in named.items() if name not in tensors}
-        _check_no_grad(named)
-        _check_tokens(tensors, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
-        if out is not None:
-            _check_shape("out", out, "[B,T,HV,V]", tuple(v.shape))
-            _check_dtype("out", out, (torch.bfloat16,))
-            _check_writable("out", out)
-        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        _check_states("initial_state", initial_state, initial_state_indices, sequences, v.shape[2])
-        _check_states("final_state", final_state, final_state_indices, sequences, v.shape[2])
-        if final_state is not None:
-            _check_writable("final_state", final_state)
-        _check_checkpoints(checkpoint_states, checkpoint_offsets, checkpoint_every, sequences, v)
-        memo = {"extents": [(i, views.extent(x)) for i, x in enumerate(everything) if x is not None]}
-        if key is not None:
-            if len(_seen) >= SEEN_KEPT:
-                _seen.clear()
-            _seen[key] = memo
-    spans = [(i, everything[i].data_ptr(), extent) for i, extent in memo["extents"]]  # type: ignore[union-attr]
+    if memo is not None:
+        return memo
+    q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens, in_index, out_index, saved, at = tensors
+    named: dict[str, Tensor | None] = tensors._asdict()
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    optional = {name: x for name, x in named.items() if name not in tokens}
+    _check_no_grad(named)
+    _check_tokens(tokens, optional, A_log, dt_bias, lower_bound, cu_seqlens, scale)
+    if out is not None:
+        _check_shape("out", out, "[B,T,HV,V]", tuple(v.shape))
+        _check_dtype("out", out, (torch.bfloat16,))
+        _check_writable("out", out)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    _check_states("initial_state", initial_state, in_index, sequences, v.shape[2])
+    _check_states("final_state", final_state, out_index, sequences, v.shape[2])
+    if final_state is not None:
+        _check_writable("final_state", final_state)
+    _check_checkpoints(saved, at, checkpoint_every, sequences, v)
+    memo = {"extents": [(i, views.extent(x)) for i, x in enumerate(tensors) if x is not None]}
+    if key is not None:
+        memo["serial"] = next(_serials)
+        if len(_seen) >= SEEN_KEPT:
+            _seen.clear()
+        _seen[key] = memo
+    return memo
+
+
+def check_aliasing(memo: Memo, tensors: Tensors) -> tuple[int, ...]:
+    """What is written must share no memory with anything else, but for states updated in place. Returns all addresses.
+
+    Args:
+        memo: of :func:`check_kind`.
+    """
+    extents = memo["extents"]
+    spans = [(i, tensors[i].data_ptr(), extent) for i, extent in extents]  # type: ignore[union-attr]
     for target, first, extent in spans:
         if target in WRITTEN:
             last = first + extent
             for other, start, size in spans:
                 if start < last and first < start + size and other != target:
-                    _check_aliasing(everything, target, other)
+                    _check_aliasing(tensors, target, other)
+    return tuple([start for _, start, _ in spans])
+
+
+def check_contents(
+    memo: Memo, tensors: Tensors, scale: float, lower_bound: float, beta_is_activated: bool, checkpoint_every: int | None
+) -> Problem:
+    """The rest: contents, where the host may look or was asked to. Arguments as in :func:`check_kind`, which was called."""
+    q, k, v, g, beta, _, A_log, dt_bias, initial_state, final_state, cu_seqlens, in_index, out_index, saved, at = tensors
     bias = _per_head_bias(dt_bias, v.shape[2])
     inputs = Inputs(q, k, v, g, beta, A_log, bias, float(lower_bound), float(scale), beta_is_activated)
-    problem = _problem(
-        inputs,
-        q.shape[0],
-        q.shape[1],
-        cu_seqlens,
-        memo,
-        initial_state_indices=initial_state_indices,
-        final_state_indices=final_state_indices,
-        checkpoint_states=checkpoint_states,
-        checkpoint_offsets=checkpoint_offsets,
-        checkpoint_every=checkpoint_every,
-    )
-    if checkpoint_offsets is not None and ("bounds" in problem.debug or readable(checkpoint_offsets)):
+    problem = _problem(inputs, q.shape[0], q.shape[1], cu_seqlens, memo, in_index, out_index, saved, at, checkpoint_every)
+    if at is not None and ("bounds" in problem.debug or readable(at)):
         debug.check_checkpoints(problem)
     if problem.debug:
         shared = initial_state is not None and final_state is not None and views.overlap(initial_state, final_state)
@@ -163,7 +198,7 @@ def check_forward(
     return problem
 
 
-def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: float, *flags: object) -> Key | None:
+def _metadata(tensors: Tensors, scale: float, lower_bound: float, *flags: object) -> Key | None:
     """All that the checks of a call can depend on besides addresses and contents; None if an argument is of no kind known."""
     if type(scale) not in (float, int) or type(lower_bound) not in (float, int):
         return None
@@ -174,13 +209,18 @@ def _metadata(tensors: tuple[Tensor | None, ...], scale: float, lower_bound: flo
             if x is None:
                 key.append(None)
             else:
-                key += (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad, x.is_inference())
+                key += (x.shape, x.stride(), x.dtype, x.device)
+        if grad:
+            key += [x is not None and x.requires_grad for x in tensors]
+        for i in WRITTEN:
+            x = tensors[i]
+            key.append(x is not None and x.is_inference())
     except (AttributeError, RuntimeError):
         return None
     return tuple(key)
 
 
-def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int) -> None:
+def _check_aliasing(tensors: Tensors, target: int, other: int) -> None:
     """Two views whose address ranges meet: the one that is written must share no element with the other."""
     written, source = tensors[target], tensors[other]
     in_place = target == FINAL_STATE and other == INITIAL_STATE
@@ -191,7 +231,7 @@ def _check_aliasing(tensors: tuple[Tensor | None, ...], target: int, other: int)
         if views.same_view(written, source):
             return
         remedy = "pass the very same tensor to update states in place, or separate memory"
-    name, shared = FORWARD_TENSORS[target], FORWARD_TENSORS[other]
+    name, shared = NAMES[target], NAMES[other]
     raise ValueError(f"{name} must not share memory with {shared}, got overlapping views; {remedy}")
 
 
@@ -485,7 +525,7 @@ def _problem(
     tokens: int,
     cu_seqlens: Tensor | None,
     memo: Memo | None = None,
-    **given: Any,
+    *given: Any,
 ) -> Problem:
     """The call; reads offsets where that is free or asked for."""
     num_sequences, max_len = batch, tokens
@@ -495,8 +535,7 @@ def _problem(
         if readable(cu_seqlens) or "bounds" in asked:
             values = check_offsets("cu_seqlens", cu_seqlens, tokens, "tokens")
             max_len = max((b - a for a, b in itertools.pairwise(values)), default=0)
-    memo = {} if memo is None else memo
-    return Problem(inputs, cu_seqlens, num_sequences, max_len, memo, debug=asked, **given)
+    return Problem(inputs, cu_seqlens, num_sequences, max_len, {} if memo is None else memo, asked, *given)
 
 
 def _check_states(name: str, state: Tensor | None, indices: Tensor | None, sequences: int, heads: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from flash_kda import cli
+from flash_kda.sm90 import repeat
 
 torch.set_num_threads(1)
 
@@ -22,6 +23,12 @@ settings.load_profile("flash_kda")
 def _clean_environment(monkeypatch):
     for name in ("FLASH_KDA_IMPL", "FLASH_KDA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_repeat(monkeypatch):
+    """A test may put other kernels, stages or plans in place of those that an earlier call of its kind has used."""
+    monkeypatch.setattr(repeat, "_kept", {})
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Stands in for the forward kernel where there is no GPU: takes what the launcher gets, and computes with the reference.
+"""Stand in for kernels where there is no GPU: one takes note of the arguments, one also computes, with the reference.
 
-It knows nothing but the arguments (flash_kda/sm90/kernels/forward.py documents them) and reads and writes memory through
+That one knows nothing but the arguments (flash_kda/sm90/kernels/forward.py documents them) and reads and writes memory through
 their addresses, so a wrong stride, slot, flag or offset shows in the results.
 """
 
@@ -14,10 +14,50 @@ from cases import D
 
 from flash_kda.reference import Inputs, forward
 from flash_kda.sm90.kernels import flags
+from flash_kda.sm90.launch import Launched
 from flash_kda.sm90.stages import FP32_GATE
 from flash_kda.sm90.variants import VARIANTS
 
-SIGNATURE = next(v.signature for v in VARIANTS if v.name == "forward")
+SIGNATURES = {v.name: v.signature for v in VARIANTS}
+
+
+class KernelDouble:
+    """What stages and programs ask of a kernel. ``launched`` gets each launch, whether it is repeated or not."""
+
+    def __init__(self, name):
+        self.name = name
+        kinds = list(SIGNATURES[name].values())
+        self.descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
+        self.pointers = {i for i, kind in enumerate(kinds) if kind.startswith("*")}
+
+    def launched(self, grid, given, overlap, repeated):
+        """One launch, its arguments by name."""
+        raise NotImplementedError
+
+    def launch(self, device, grid, *arguments, overlap=False, record=None):
+        self._launched(grid, arguments, overlap, False)
+        if record is not None:
+            record.append(Launched(self, device, grid, arguments, overlap))
+
+    def block(self, _device, views):
+        return views
+
+    def repeat(self, _device, grid, block, arguments, overlap):
+        self._launched(grid, (*block, *arguments), overlap, True)
+
+    def _launched(self, grid, arguments, overlap, repeated):
+        self.launched(grid, dict(zip(SIGNATURES[self.name], arguments, strict=True)), overlap, repeated)
+
+
+class Recorder(KernelDouble):
+    """Computes nothing; ``launches`` collects the arguments of every launch by name, with ``kernel`` and ``grid``."""
+
+    def __init__(self, name, launches):
+        super().__init__(name)
+        self.launches = launches
+
+    def launched(self, grid, given, overlap, repeated):
+        self.launches.append({"kernel": self.name, "grid": grid, "overlap": overlap, "repeated": repeated, **given})
 
 
 def memory(address, dtype, shape, strides):
@@ -65,16 +105,11 @@ def save(given, inputs, offsets, state):
             saved[row] = final[0].to(dtype)
 
 
-class ForwardDouble:
-    """One kernel object; ``launches`` collects the arguments of every launch by name."""
+class ForwardDouble(Recorder):
+    """Also computes."""
 
-    def __init__(self, name, launches):
-        self.name = name
-        self.launches = launches
-
-    def launch(self, _device, grid, *arguments, overlap=False):
-        given = dict(zip(SIGNATURE, arguments, strict=True))
-        self.launches.append(given | {"grid": grid})
+    def launched(self, grid, given, overlap, repeated):
+        super().launched(grid, given, overlap, repeated)
         has = given["flags"]
         assert not overlap
         assert given["n_slots"] == 0, "cutting inside the kernel is not emulated"

@@ -246,6 +246,26 @@ def test_an_overlapping_launch_differs_in_one_attribute(driver, folder):
     assert driver.launches[2][0][1:4] == (3, 1, 1)
 
 
+def test_a_repeated_launch_reaches_the_driver_like_the_first(driver, folder):
+    kernel = library(folder).kernel("scale")
+    record = []
+    for overlap in (False, True):
+        kernel.launch(0, (7, 2, 1), X, Y, *SCALARS, overlap=overlap, record=record)
+    kernel.launch(0, (1, 1, 1), X, Y, 0, 0, 0, 0, 0.0)  # leaves other parameters behind
+    assert (kernel.descriptors, kernel.pointers) == (2, {2, 3})
+    for launched in record:
+        assert launched.kernel is kernel
+        views, rest = launched.arguments[:2], launched.arguments[2:]
+        kernel.repeat(launched.device, launched.grid, kernel.block(0, views), rest, launched.overlap)
+    assert driver.launches[3:] == driver.launches[:2]
+    assert driver.calls.count("encode") == 2
+    other = (X[0] + 32, *X[1:])
+    kernel.repeat(0, (7, 2, 1), kernel.block(0, (other, Y)), SCALARS, False)
+    kernel.launch(0, (7, 2, 1), other, Y, *SCALARS)
+    assert driver.launches[-1] == driver.launches[-2]
+    assert driver.launches[-1] != driver.launches[0]
+
+
 def test_a_cubin_is_loaded_once_and_prepared_once_a_device(driver, folder, monkeypatch):
     entered = []
 

@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from cases import D, packed_offsets
+from kernel_double import Recorder
 
 import flash_kda
 from flash_kda import dispatch
@@ -13,8 +14,6 @@ from flash_kda.constants import EXIT_EPS
 from flash_kda.sm90 import launch, small
 from flash_kda.sm90.kernels import flags
 from flash_kda.sm90.variants import VARIANTS
-
-SIGNATURES = {v.name: v.signature for v in VARIANTS}
 
 
 def test_rows_are_those_of_the_kernel():
@@ -27,21 +26,7 @@ def launches(monkeypatch):
     """The launches of the test, as dicts of arguments by name, with ``kernel`` and ``grid``."""
     seen = []
 
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def launch(self, device, grid, *arguments, overlap=False):
-            seen.append(
-                {
-                    "kernel": self.name,
-                    "grid": grid,
-                    "overlap": overlap,
-                    **dict(zip(SIGNATURES[self.name], arguments, strict=True)),
-                }
-            )
-
-    monkeypatch.setattr(launch, "kernel", Kernel)
+    monkeypatch.setattr(launch, "kernel", lambda name: Recorder(name, seen))
     monkeypatch.setattr(small, "_multiprocessors", lambda _device: 132)
     monkeypatch.setattr(dispatch, "why_not_sm90", lambda _device: None)
     return seen

@@ -7,6 +7,7 @@ import cases
 import pytest
 import torch
 from cases import D, packed_offsets
+from kernel_double import SIGNATURES, Recorder
 
 import flash_kda
 from flash_kda import api, dispatch, validation
@@ -16,29 +17,13 @@ from flash_kda.sm90 import cp, launch, plan, small, stages
 from flash_kda.sm90.kernels import flags
 from flash_kda.sm90.variants import VARIANTS
 
-SIGNATURES = {v.name: v.signature for v in VARIANTS}
-
 
 @pytest.fixture
 def launches(monkeypatch):
     """The launches of the test, as dicts of arguments by name, with ``kernel`` and ``grid``."""
     seen = []
 
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def launch(self, device, grid, *arguments, overlap=False):
-            seen.append(
-                {
-                    "kernel": self.name,
-                    "grid": grid,
-                    "overlap": overlap,
-                    **dict(zip(SIGNATURES[self.name], arguments, strict=True)),
-                }
-            )
-
-    monkeypatch.setattr(launch, "kernel", Kernel)
+    monkeypatch.setattr(launch, "kernel", lambda name: Recorder(name, seen))
     monkeypatch.setattr(stages, "_multiprocessors", lambda _device: 132)
     monkeypatch.setattr(small, "_multiprocessors", lambda _device: 132)
     monkeypatch.setattr(api, "processor_count", lambda _device: 132)

@@ -26,7 +26,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,16 @@ _SCALAR_CODES = {
 
 TensorView = tuple[int, Sequence[int], Sequence[int]]
 """What a descriptor argument is launched with: (data_ptr, shape, strides in elements), all hashable."""
+
+
+class Launched(NamedTuple):
+    """A launch that was made; fields as in :meth:`Kernel.launch`."""
+
+    kernel: Kernel
+    device: int
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    overlap: bool
 
 
 class KernelError(RuntimeError):
@@ -175,6 +185,7 @@ class Kernel:
         self._threads: int = entry["threads"]
         self._shared: int = entry["shared_bytes"]
         self._types: tuple[str, ...] = tuple(argument["type"] for argument in entry["arguments"])
+        self.pointers = frozenset(i for i, type_ in enumerate(self._types) if type_.startswith("*"))
         self._aligned = tuple(i for i, argument in enumerate(entry["arguments"]) if argument["aligned"])
         self._lock = threading.Lock()
         self._ready: set[int] = set()
@@ -186,7 +197,7 @@ class Kernel:
 
         params = [(param["offset"], param["bytes"]) for param in entry["params"]]
         descriptors = [argument for argument in entry["arguments"] if "descriptor" in argument]
-        self._descriptor_count = len(descriptors)
+        self.descriptors = len(descriptors)  # the first arguments
         self._descriptors: list[_Descriptor] = []
         pieces: list[tuple[int, str]] = []  # (offset, struct code)
         position = 0
@@ -198,7 +209,7 @@ class Kernel:
             pieces.append((params[position][0], f"{descriptor.size}s"))
             position += count
         self._join = struct.Struct(_packed(pieces))
-        codes = [_code(type_) for type_ in self._types[self._descriptor_count :]] + ["Q", "Q"]
+        codes = [_code(type_) for type_ in self._types[self.descriptors :]] + ["Q", "Q"]
         pieces = [(offset, code) for (offset, _), code in zip(params[position:], codes, strict=True)]
         whole = struct.Struct(_packed([(0, f"{self._join.size}s"), *pieces]))
         self._pack_into = whole.pack_into
@@ -214,7 +225,14 @@ class Kernel:
         self._streams: dict[int, Any] = {}
         self._config: Any = None
 
-    def launch(self, device: int, grid: tuple[int, int, int], *arguments: Any, overlap: bool = False) -> None:
+    def launch(
+        self,
+        device: int,
+        grid: tuple[int, int, int],
+        *arguments: Any,
+        overlap: bool = False,
+        record: list[Launched] | None = None,
+    ) -> None:
         """Launch on torch's current stream of `device`, whichever device is current. Does not wait for the GPU.
 
         Args:
@@ -224,6 +242,7 @@ class Kernel:
                 others multiples of 16 bytes, no size 0; a pointer takes an address, 0 for null; a scalar its value.
             overlap: let the kernel start once every CTA of the one before it on the stream has allowed it. Both must be made
                 for it: the kernel before says griddepcontrol.launch_dependents, this one waits before it reads what that wrote.
+            record: the launch is appended.
 
         Raises:
             KernelError: the device is not Hopper, or the driver refuses.
@@ -231,18 +250,7 @@ class Kernel:
         """
         if device not in self._ready:
             self.prepare(device)
-        if self._current_device() != device:
-            with torch.cuda.device(device):
-                self.launch(device, grid, *arguments, overlap=overlap)
-            return
-        raw = self._raw_stream(device)
-        stream = self._streams.get(raw)
-        if stream is None:
-            if len(self._streams) >= STREAMS_KEPT:
-                self._streams.clear()
-            stream = self._streams[raw] = self._cuda.CUstream(raw)
-        count = self._descriptor_count
-        views = arguments[:count]  # descriptors come first
+        views = arguments[: self.descriptors]
         with self._lock:
             try:
                 block = self._blocks.get(views)
@@ -251,18 +259,50 @@ class Kernel:
                 for index in self._aligned:
                     if arguments[index] & 15:
                         raise ValueError(f"{self.arguments[index]} must be a multiple of 16, got {arguments[index]}")
-                self._pack_into(self._block, 0, block, *arguments[count:], 0, 0)  # scratch is null
+                self._pack_into(self._block, 0, block, *arguments[self.descriptors :], 0, 0)  # scratch is null
             except (struct.error, TypeError, OverflowError, IndexError) as misfit:
                 raise self._misfit(arguments, misfit) from misfit
-            error = self._start(grid, stream, overlap)
-            if error == self._no_context:
-                _enter_context(device)
-                error = self._start(grid, stream, overlap)
+            self._start(device, grid, overlap)
+        if record is not None:
+            record.append(Launched(self, device, grid, arguments, overlap))
+
+    def block(self, device: int, views: tuple[TensorView, ...]) -> bytes:
+        """The descriptors' part of the parameters, for :meth:`repeat`."""
+        with self._lock:
+            return self._blocks.get(views) or self._encode(device, views)
+
+    def repeat(self, device: int, grid: tuple[int, int, int], block: bytes, arguments: tuple[Any, ...], overlap: bool) -> None:
+        """Launch once more, with arguments like those of a launch that was right; see :meth:`launch`.
+
+        Args:
+            block: what stands for the descriptors.
+            arguments: the others.
+        """
+        with self._lock:
+            self._pack_into(self._block, 0, block, *arguments, 0, 0)
+            self._start(device, grid, overlap)
+
+    def _start(self, device: int, grid: tuple[int, int, int], overlap: bool) -> None:
+        """Launch with the parameter block as it is. The caller holds the kernel's lock."""
+        if self._current_device() != device:
+            with torch.cuda.device(device):
+                self._start(device, grid, overlap)
+            return
+        raw = self._raw_stream(device)
+        stream = self._streams.get(raw)
+        if stream is None:
+            if len(self._streams) >= STREAMS_KEPT:
+                self._streams.clear()
+            stream = self._streams[raw] = self._cuda.CUstream(raw)
+        error = self._submit(grid, stream, overlap)
+        if error == self._no_context:
+            _enter_context(device)
+            error = self._submit(grid, stream, overlap)
         if error != self._success:
             _check((error,), f"launching {self.name} with grid {grid} on device {device}")
 
-    def _start(self, grid: tuple[int, int, int], stream: Any, overlap: bool) -> Any:
-        """The driver's answer to one launch with the parameter block as it is."""
+    def _submit(self, grid: tuple[int, int, int], stream: Any, overlap: bool) -> Any:
+        """The driver's answer."""
         if not overlap:
             return self._cu_launch(self._handle, *grid, self._threads, 1, 1, self._shared, stream, self._pointers_address, 0)[0]
         if self._config is None:
@@ -314,7 +354,7 @@ class Kernel:
 
     def _encode(self, device: int, views: tuple[TensorView, ...]) -> bytes:
         """The descriptors' part of the parameter block, from maps kept for each tensor; itself kept too."""
-        if len(views) < self._descriptor_count:
+        if len(views) < self.descriptors:
             raise TypeError("too few arguments")
         _enter_context(device)
         blocks = [descriptor.block(view) for descriptor, view in zip(self._descriptors, views, strict=True)]

@@ -15,7 +15,7 @@ from ..constants import HEAD_DIM
 from ..inputs import Inputs
 from . import launch
 from .kernels import flags
-from .stages import VECTOR, _multiprocessors, far_apart, gate_suffix, misaligned, words
+from .stages import VECTOR, Record, _multiprocessors, far_apart, gate_suffix, misaligned, words
 
 ROWS = 16
 """V rows of a state that a CTA of the chain carries. Measured: docs/measured.md."""
@@ -109,6 +109,7 @@ def chain(
     eps: float = 0.0,
     overlap: bool = False,
     memo: dict[Any, Any] | None = None,
+    record: Record = None,
 ) -> None:
     """States at the ends of the pieces that have a successor, in place of their effects: ``h <- h mt^T + ht``, V-first.
 
@@ -129,12 +130,13 @@ def chain(
             cannot matter. The loss is at most ``eps`` relative to the state before.
         overlap: the kernel before on the stream is the state summary; start beside its end.
         memo: of the kind of call, as in :func:`.stages.refusal`; what shapes and the presence of tensors decide.
+        record: the launch is appended.
     """
     sequences = tokens // max_len if cu_seqlens is None and max_len else 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     dense = max_len if cu_seqlens is None else -1
     pieces = _Pieces(cu_seqlens, dense, tokens, sequences, segment_len, decided)
     bits = 0 if effects is None else flags.HAS_EFFECTS
-    _launch(slots, slots, mt, needs_mt, pieces, initial_state, in_index, bits, overlap, memo, (effects, norm, eps))
+    _launch(slots, slots, mt, needs_mt, pieces, initial_state, in_index, bits, overlap, memo, (effects, norm, eps), record)
 
 
 def entering_states(
@@ -177,6 +179,7 @@ def _launch(
     overlap: bool,
     memo: dict[Any, Any] | None,
     anew: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0),
+    record: Record = None,
 ) -> None:
     if ht.shape[0] * ht.shape[1] == 0 or pieces.sequences < 1 or (mt is None and not bits & flags.ENTERING):
         return
@@ -190,10 +193,11 @@ def _launch(
         ht.device.index,
         grid,
         (_address(ht if mt is None else mt), *view),
-        *(_address(x) for x in (ht, out, anew[0], needs_mt, anew[1], pieces.offsets, pieces.decided, initial_state, in_index)),
+        *[_address(x) for x in (ht, out, anew[0], needs_mt, anew[1], pieces.offsets, pieces.decided, initial_state, in_index)],
         *scalars,
         anew[2],
         overlap=overlap,
+        record=record,
     )
 
 

@@ -7,7 +7,7 @@ fit. What depends on shapes, strides and dtypes alone is worked out once for eac
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ FP32_GATE = "_g32"
 LONG = 1024
 """Mean tokens a segment from which each item gets a CTA of its own: the hardware then evens out unequal lengths, which gains
 more than the CTAs' starts cost. Below, as many CTAs as SMs take the items in turn. Measured: docs/measured.md."""
+
+
+Record = list[launch.Launched] | None
+"""Where a stage notes its launches, for a later call that equals this one (repeat.py)."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ def forward(
     saving: Saving | None = None,
     overlap: bool = False,
     memo: dict[Any, Any] | None = None,
+    record: Record = None,
 ) -> None:
     """Outputs of every sequence, and the states at their ends; see reference/stages.py.
 
@@ -183,11 +188,12 @@ def forward(
         saving: states on the way to store; needs tokens, and :func:`saving_refusal` to have nothing against it.
         overlap: the kernel before on the stream is the chain that fills ``slots``; start beside it.
         memo: of the kind of call, as in :func:`refusal`.
+        record: the launch is appended.
     """
     if inputs.tokens == 0:
         if final_state is None or final_state.numel() == 0:
             return
-        inputs = replace(inputs, A_log=None, dt_bias=None)  # nobody needs them, and they may have any strides
+        inputs = inputs._replace(A_log=None, dt_bias=None)  # nobody needs them, and they may have any strides
     call: _Call | None = None if memo is None else memo.get("call")
     if call is None:
         num_slots = 0 if slots is None else slots.shape[0]
@@ -227,7 +233,7 @@ def forward(
         (o.data_ptr(), *out_view),
         inputs.beta.data_ptr(),
         out.data_ptr(),
-        *(
+        *[
             0 if x is None else x.data_ptr()
             for x in (
                 inputs.A_log,
@@ -245,13 +251,14 @@ def forward(
                 None if saving is None else saving.states,
                 None if saving is None else saving.offsets,
             )
-        ),
+        ],
         *call.scalars,
         overlap=overlap,
+        record=record,
     )
 
 
-def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor) -> None:
+def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor, record: Record = None) -> None:
     """Stores the length of pieces: that of ``cut`` if a sequence is long enough, else one that cuts nothing."""
     launch.kernel("decide").launch(
         decided.device.index,
@@ -263,6 +270,7 @@ def decide(cu_seqlens: Tensor, total_tokens: int, cut: Cut, decided: Tensor) -> 
         cu_seqlens.numel() - 1,
         cut.segment_len,
         cut.only_if_longer,
+        record=record,
     )
 
 
@@ -284,6 +292,7 @@ def state_summary(
     fill: bool = True,
     effects: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
+    record: Record = None,
 ) -> None:
     """Effect of segments on the state, ``h <- h mt^T + ht``; see reference/stages.py. Fills the outputs.
 
@@ -307,6 +316,7 @@ def state_summary(
         effects: ``[M // CHAINED + 1, H, V, K]`` fp32, contiguous: also store the ht that a chain needs to begin anew.
         memo: of the kind of call, as in :func:`refusal`; the fields that the shapes above, ``fill`` and the presence of mt,
             num_chunks and effects decide.
+        record: the launch is appended.
     """
     if inputs.tokens == 0:
         needs_mt.fill_(1)
@@ -332,12 +342,13 @@ def state_summary(
         (inputs.v.data_ptr(), *v_view),
         (inputs.g.data_ptr(), *g_view),
         inputs.beta.data_ptr(),
-        *(
+        *[
             0 if x is None else x.data_ptr()
             for x in (inputs.A_log, inputs.dt_bias, cu_seqlens, decided, num_chunks, ht, mt, effects, needs_mt, chunks, norm)
-        ),
+        ],
         *call.scalars,
         eps,
+        record=record,
     )
 
 

@@ -16,7 +16,7 @@ from cases import D, nan_like, packed_offsets, rel, same_bits
 
 import flash_kda
 from flash_kda.reference import forward
-from flash_kda.sm90 import build, launch, plan, stages
+from flash_kda.sm90 import build, launch, plan, repeat, stages
 from flash_kda.sm90.variants import VARIANTS
 
 MULTIPLE = 1.25
@@ -490,7 +490,7 @@ def test_cubin_and_jit_give_the_same_bits(monkeypatch, name, batch):
 
     def kernel(asked):
         class ThroughJit:
-            def launch(self, device, grid, *arguments, overlap=False):
+            def launch(self, device, grid, *arguments, overlap=False, record=None):
                 launched.append((asked, device))
                 given = dict(zip(variant.signature, arguments, strict=True))
                 for argument, kind in variant.signature.items():
@@ -508,6 +508,7 @@ def test_cubin_and_jit_give_the_same_bits(monkeypatch, name, batch):
         return ThroughJit()
 
     monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(repeat, "_kept", {})
     fwd(case, start, final_jit, out=out_jit)
     torch.cuda.synchronize()
     assert launched == [(name, 0)]
